@@ -25,9 +25,7 @@ def parse_bytes(field: str, text: str) -> int:
     """Return the byte count that `text` states, such as "4GiB", "512 MB" or "1000"."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ConfigError(
-            f"{field}: {text[:40]!r} is not a size; write for example 512MiB, 8GiB or 2000000000"
-        )
+        raise ConfigError(f"{field}: {text[:40]!r} is not a size; write for example 512MiB, 8GiB or 2000000000")
     return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
 
 

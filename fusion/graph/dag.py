@@ -113,9 +113,7 @@ class Device:
     """An argument that is a device: always the one that the stage runs on, whatever was captured."""
 
 
-Argument = (
-    Ref | DType | MemoryFormat | Layout | Device | bool | int | float | str | None | tuple["Argument", ...]
-)
+Argument = Ref | DType | MemoryFormat | Layout | Device | bool | int | float | str | None | tuple["Argument", ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +122,7 @@ class Cost:
 
     forward_flops: float = 0.0
     backward_flops: float = 0.0
-    saved_bytes: int = (
-        0  #: kept from the forward for the backward; a tensor counts at the first operator that keeps it
-    )
+    saved_bytes: int = 0  #: kept from the forward for the backward; a tensor counts at the first operator that keeps it
     moved_bytes: int = 0  #: read and written by the forward
 
 
@@ -140,9 +136,7 @@ class Operator:
     outputs: tuple[ValueId, ...] = ()
     module_path: str = ""
     no_grad: bool = False
-    autocast_dtype: str = (
-        ""  #: "" as the job says, "off", or a dtype that the model's own autocast region sets
-    )
+    autocast_dtype: str = ""  #: "" as the job says, "off", or a dtype that the model's own autocast region sets
     cost: Cost = field(default_factory=Cost)
 
     def reads(self) -> Iterator[ValueId]:

@@ -47,9 +47,7 @@ class Shard:
     index: StageIndex
     first_operator: int
     end_operator: int  #: one past the last
-    recomputed: tuple[
-        int, ...
-    ]  #: earlier operators that it runs again instead of receiving their values; ascending
+    recomputed: tuple[int, ...]  #: earlier operators that it runs again instead of receiving their values; ascending
     inputs: tuple[ValueId, ...]  #: the graph's inputs that it reads, ascending
     incoming: tuple[EdgeId, ...]
     outgoing: tuple[EdgeId, ...]

@@ -32,9 +32,7 @@ class JobView:
 
     micro_batches: int
     schedule: str  #: "1f1b" or "gpipe"
-    optimizer_bytes_per_parameter: (
-        int  #: state beside the weight and its gradient: AdamW 8, SGD with momentum 4
-    )
+    optimizer_bytes_per_parameter: int  #: state beside the weight and its gradient: AdamW 8, SGD with momentum 4
     max_stages: int = 0  #: 0: no limit
     cuts: tuple[int, ...] = ()  #: operator positions asked for by the job, instead of the planner's choice
 

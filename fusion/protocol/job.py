@@ -243,9 +243,7 @@ def check_data(field_name: str, data: DataSpec) -> None:
     for item in data.fields:
         _choice(f"{field_name} field {item.name!r} dtype", item.sample.dtype, tuple(DTYPE_BYTES))
         if not 0 <= item.source.file < len(data.files):
-            raise ConfigError(
-                f"{field_name} field {item.name!r} names file {item.source.file} of {len(data.files)}"
-            )
+            raise ConfigError(f"{field_name} field {item.name!r} names file {item.source.file} of {len(data.files)}")
 
 
 def blob_to_proto(blob: BlobRef) -> tensor_pb2.BlobRef:
@@ -276,9 +274,7 @@ def data_to_proto(data: DataSpec) -> job_pb2.Data:
         else:
             window = item.source
             proto.window.CopyFrom(
-                job_pb2.WindowSource(
-                    file=window.file, tensor=window.tensor, stride=window.stride, offset=window.offset
-                )
+                job_pb2.WindowSource(file=window.file, tensor=window.tensor, stride=window.stride, offset=window.offset)
             )
     for file in data.files:
         entry = message.files.add(node_path=file.node_path)

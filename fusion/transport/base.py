@@ -18,9 +18,7 @@ class Outgoing:
 
     prepare: Callable[[], tuple[MessageHeader, Payload]]
     urgent: bool = False  #: small control messages overtake bulk, between two chunks
-    sent: Callable[[int], None] = field(
-        default=lambda _wire_bytes: None
-    )  #: called after the last chunk has left
+    sent: Callable[[int], None] = field(default=lambda _wire_bytes: None)  #: called after the last chunk has left
 
 
 @dataclass(slots=True)
