@@ -11,6 +11,7 @@ FusionError
 ├── JobError             40   the job failed or was cancelled
 │   ├── NotFoundError         no such job, node or blob
 │   ├── StateError            not possible in the present state (already finished, stale epoch, ...)
+│   ├── StoppedError          ended because somebody asked for it
 │   └── NumericError          the loss or the gradients are not finite
 ├── PlanError            50   no plan fits the cluster
 └── WireError            60   bytes from another process that break the protocol
@@ -77,6 +78,10 @@ class NotFoundError(JobError):
 
 class StateError(JobError):
     """Not possible in the present state, for example a message of an older epoch."""
+
+
+class StoppedError(JobError):
+    """Ended because somebody asked for it; the message is the reason."""
 
 
 class NumericError(JobError):

@@ -1,0 +1,1 @@
+"""Floor 2: how one tensor becomes bytes and comes back."""

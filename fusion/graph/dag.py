@@ -141,17 +141,18 @@ class Operator:
 
     def reads(self) -> Iterator[ValueId]:
         """Yield each value that it takes, once per place it is taken in (so with repeats), in argument order."""
-        yield from _refs(self.arguments)
+        yield from refs(self.arguments)
         for _, argument in self.keywords:
-            yield from _refs((argument,))
+            yield from refs((argument,))
 
 
-def _refs(arguments: tuple[Argument, ...]) -> Iterator[ValueId]:
+def refs(arguments: tuple[Argument, ...]) -> Iterator[ValueId]:
+    """Yield each value among `arguments`, also inside lists, in order."""
     for argument in arguments:
         if isinstance(argument, Ref):
             yield argument.value
         elif isinstance(argument, tuple):
-            yield from _refs(argument)
+            yield from refs(argument)
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> dict[ValueId, tuple[int, ...]]:
-        """Positions that read a value, ascending, once per place (a value that is read twice by one operator repeats)."""
+        """Positions that read a value, ascending, once per place: a value that one operator reads twice repeats."""
         found: dict[ValueId, list[int]] = {}
         for position, op in enumerate(self.operators):
             for value in op.reads():

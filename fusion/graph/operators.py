@@ -1,20 +1,92 @@
-"""The table of operators: the only calls that a graph may make, by exact overload name."""
+"""The table of operators: the only calls that a graph may make, by exact overload name.
+
+"aten." is followed by torch's own overload name, "fusion." by an operator of ours, "python." by arithmetic on
+integers that follow from the batch size. Receivers look a name up here and nowhere else.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+
+from fusion.base.ids import ValueId
+from fusion.graph import table_network, table_pointwise, table_shape
+from fusion.graph.dag import Argument, Operator, refs
+from fusion.graph.signature import OperatorInfo, Parameter
+
+__all__ = [
+    "FILLS",
+    "TABLE",
+    "UNINITIALISED",
+    "OperatorInfo",
+    "Parameter",
+    "argument_of",
+    "may_draw",
+    "shared_values",
+    "written_values",
+]
+
+TABLE: dict[str, OperatorInfo] = {
+    info.name: info for info in (*table_pointwise.OPERATORS, *table_shape.OPERATORS, *table_network.OPERATORS)
+}
+
+#: Return memory as it was: allowed only where the next operator on it overwrites the whole of it.
+UNINITIALISED = frozenset({"aten.new_empty.default"})
+
+#: Overwrite the whole of their first argument.
+FILLS = frozenset(
+    {
+        "aten.fill_.Scalar",
+        "aten.fill_.Tensor",
+        "aten.zero_.default",
+        "aten.copy_.default",
+        "aten.bernoulli_.float",
+        "aten.bernoulli_.Tensor",
+        "aten.exponential_.default",
+        "aten.normal_.default",
+        "aten.uniform_.default",
+    }
+)
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorInfo:
-    """What everyone must know about an operator without asking torch."""
-
-    name: str  #: "aten.linear.default", "fusion.dropout.default", "python.mul"
-    cost: str  #: the rule in fusion.graph.costs that counts its floating-point operations
-    returns: int = 1  #: tensors returned; 0: a list whose length the graph states (split, chunk, unbind)
-    aliases: tuple[int, ...] = ()  #: arguments whose memory the result may share (views, and reshape-like calls)
-    mutates: tuple[int, ...] = ()  #: arguments that it writes to, including batch norm's statistics
-    random: bool = False  #: draws random numbers: runs under a generator seeded by (job, step, micro-batch, operator)
+def argument_of(op: Operator, name: str) -> Argument:
+    """Return what `op`, an operator of the table, passes as parameter `name`; None where it leaves it out."""
+    index = TABLE[op.name].index_of[name]
+    if index < len(op.arguments):
+        return op.arguments[index]
+    return next((value for key, value in op.keywords if key == name), None)
 
 
-TABLE: dict[str, OperatorInfo] = {}
+def may_draw(op: Operator) -> bool:
+    """Whether this call may draw random numbers; a dropout of probability 0 or outside training does not."""
+    info = TABLE[op.name]
+    if not info.random:
+        return False
+    for probability in ("p", "dropout", "dropout_p"):
+        if probability in info.index_of and info.name not in _DRAWS_BY_P:
+            value = argument_of(op, probability)
+            if value is None or value == 0:
+                return False
+    return all(argument_of(op, flag) is not False for flag in ("train", "training") if flag in info.index_of)
+
+
+#: Their `p` is the probability of a one, not of a drop.
+_DRAWS_BY_P = frozenset({"aten.bernoulli.p", "aten.bernoulli_.float", "aten.bernoulli_.Tensor"})
+
+
+def written_values(op: Operator) -> Iterator[ValueId]:
+    """Yield the values that `op`, an operator of the table, writes to in place."""
+    return _values_at(op, TABLE[op.name].mutates)
+
+
+def shared_values(op: Operator) -> Iterator[ValueId]:
+    """Yield the values whose memory the results of `op`, an operator of the table, may share."""
+    return _values_at(op, TABLE[op.name].aliases)
+
+
+def _values_at(op: Operator, indices: tuple[int, ...]) -> Iterator[ValueId]:
+    for index in indices:
+        if index < len(op.arguments):
+            yield from refs((op.arguments[index],))
+        elif op.keywords:
+            name = TABLE[op.name].parameters[index].name
+            yield from refs(tuple(value for key, value in op.keywords if key == name))

@@ -140,6 +140,8 @@ class JobStatus(google.protobuf.message.Message):
     SUBMITTED_WALL_S_FIELD_NUMBER: builtins.int
     FINISHED_WALL_S_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
+    GRAPH_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     name: builtins.str
     state: Global___JobState.ValueType
@@ -161,6 +163,12 @@ class JobStatus(google.protobuf.message.Message):
 
     @property
     def last(self) -> Global___StepMetrics: ...
+    @property
+    def graph(self) -> fusion.wire.v1.tensor_pb2.BlobRef:
+        """as submitted; with the initial weights all that state_dict needs"""
+
+    @property
+    def weights(self) -> fusion.wire.v1.tensor_pb2.BlobRef: ...
     def __init__(
         self,
         *,
@@ -176,9 +184,11 @@ class JobStatus(google.protobuf.message.Message):
         submitted_wall_s: builtins.float = ...,
         finished_wall_s: builtins.float = ...,
         owner: builtins.str = ...,
+        graph: fusion.wire.v1.tensor_pb2.BlobRef | None = ...,
+        weights: fusion.wire.v1.tensor_pb2.BlobRef | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["last", b"last", "plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finished_wall_s", b"finished_wall_s", "job_id", b"job_id", "last", b"last", "name", b"name", "owner", b"owner", "plan", b"plan", "reason", b"reason", "stage_weights", b"stage_weights", "state", b"state", "step", b"step", "steps", b"steps", "submitted_wall_s", b"submitted_wall_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["graph", b"graph", "last", b"last", "plan", b"plan", "weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["finished_wall_s", b"finished_wall_s", "graph", b"graph", "job_id", b"job_id", "last", b"last", "name", b"name", "owner", b"owner", "plan", b"plan", "reason", b"reason", "stage_weights", b"stage_weights", "state", b"state", "step", b"step", "steps", b"steps", "submitted_wall_s", b"submitted_wall_s", "weights", b"weights"]) -> None: ...
 
 Global___JobStatus: typing_extensions.TypeAlias = JobStatus
 

@@ -117,7 +117,7 @@ class Hello(google.protobuf.message.Message):
     incarnation: builtins.int
     """of the sender of this frame"""
     window_bytes: builtins.int
-    """the answering side's first credit"""
+    """of the answering side: payload bytes that may be under way without having been credited back"""
     def __init__(
         self,
         *,
@@ -150,6 +150,7 @@ class Header(google.protobuf.message.Message):
     REQUIRES_GRAD_FIELD_NUMBER: builtins.int
     CODEC_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    URGENT_FIELD_NUMBER: builtins.int
     message: builtins.int
     """number of the message on this stream, from 1"""
     kind: Global___MessageKind.ValueType
@@ -169,6 +170,8 @@ class Header(google.protobuf.message.Message):
     """an activation whose gradient is expected back"""
     codec: builtins.str
     """"none" """
+    urgent: builtins.bool
+    """overtakes other messages; up to 64 KiB of payload need no credit"""
     @property
     def layout(self) -> Global___Layout: ...
     def __init__(
@@ -188,9 +191,10 @@ class Header(google.protobuf.message.Message):
         requires_grad: builtins.bool = ...,
         codec: builtins.str = ...,
         layout: Global___Layout | None = ...,
+        urgent: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "codec", b"codec", "edge", b"edge", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "kind", b"kind", "layout", b"layout", "message", b"message", "micro_batch", b"micro_batch", "payload_bytes", b"payload_bytes", "requires_grad", b"requires_grad", "sequence", b"sequence", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "codec", b"codec", "edge", b"edge", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "kind", b"kind", "layout", b"layout", "message", b"message", "micro_batch", b"micro_batch", "payload_bytes", b"payload_bytes", "requires_grad", b"requires_grad", "sequence", b"sequence", "step", b"step", "urgent", b"urgent"]) -> None: ...
 
 Global___Header: typing_extensions.TypeAlias = Header
 

@@ -1,0 +1,29 @@
+"""Times and limits by which the coordinator decides. One place, so that tests can turn them down together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.base.units import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The defaults are the product's; a node learns the first three when it registers."""
+
+    heartbeat_s: float = 5.0
+    self_fence_s: float = 25.0  #: a node ends its work that long after it sent the last answered heartbeat
+    lease_s: float = 30.0  #: a node is lost that long after its last heartbeat was received; more than self_fence_s
+    start_timeout_s: float = 120.0  #: a stage that has not reported for that long before READY fails its job
+    blame_wait_s: float = 3.0  #: how long a "peer lost" waits for a report of what really happened
+    vanished_s: float = 12.0  #: a stage whose node says for that long that it runs nothing is gone
+    ping_s: float = 5.0  #: between pings on a Watch stream
+    sweep_s: float = 0.25  #: between looks at leases and deadlines
+    flush_s: float = 0.25  #: metrics and logs wait at most that long for their common commit
+    answers_kept_s: float = 86_400.0  #: how long a repeated request gets its first answer
+    skew_warning_s: float = 300.0
+    jobs_per_owner: int = 100  #: queued or running at a time
+    log_lines_per_job: int = 10_000
+    disk_reserve_bytes: int = 256 * MIB  #: uploads never fill the disk further than that
+    enrolments_per_s: float = 20.0  #: from one host
+    enrolment_burst: int = 40

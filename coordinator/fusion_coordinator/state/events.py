@@ -1,0 +1,139 @@
+"""What happened, as data: the only way in which the state changes, and what the store keeps."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fusion.base.ids import JobId, NodeId
+from fusion.security.credentials import Role
+from fusion_coordinator.state.records import (
+    HardwareRecord,
+    JobState,
+    NodeState,
+    StageRecord,
+    StageState,
+    WeightsRecord,
+)
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of all events. `wall_s` is for people; nothing is decided by it but the end of tokens."""
+
+    wall_s: float
+
+
+class TokenCreated(Event, frozen=True):
+    """The operator made a join token."""
+
+    token_id: str
+    secret_hash: bytes
+    role: Role
+    expires_wall_s: float
+
+
+class Enrolled(Event, frozen=True):
+    """Somebody used a token and got a certificate."""
+
+    token_id: str
+    identity: str
+    role: Role
+    name: str
+
+
+class Revoked(Event, frozen=True):
+    """The operator withdrew an identity."""
+
+    identity: str
+
+
+class NodeRegistered(Event, frozen=True):
+    """A node daemon started."""
+
+    node: NodeId
+    name: str
+    address: str
+    seen_host: str
+    hardware: HardwareRecord
+    incarnation: int
+
+
+class NodeGone(Event, frozen=True):
+    """A node's lease ended, or it said goodbye."""
+
+    node: NodeId
+    incarnation: int
+    state: NodeState
+    reason: str
+
+
+class JobSubmitted(Event, frozen=True):
+    """An owner handed in a job that passed all checks."""
+
+    job: JobId
+    owner: str
+    name: str
+    spec: bytes
+    steps: int
+
+
+class JobWaits(Event, frozen=True):
+    """A queued job cannot start yet."""
+
+    job: JobId
+    reason: str
+
+
+class JobPlanned(Event, frozen=True):
+    """A job got an epoch: who runs what. Committed before any node hears of it."""
+
+    job: JobId
+    epoch: int
+    plan: bytes
+    stages: tuple[StageRecord, ...]
+
+
+class StageMoved(Event, frozen=True):
+    """A stage went on, by its node's report."""
+
+    job: JobId
+    epoch: int
+    stage: int
+    state: StageState
+    detail: str = ""
+    cause: str = ""
+    peer_stage: int = -1
+    weights: WeightsRecord | None = None
+
+
+class JobEnded(Event, frozen=True):
+    """A job failed or was cancelled. (It succeeds by the last StageMoved to FINISHED.)"""
+
+    job: JobId
+    state: JobState
+    reason: str
+
+
+AnyEvent = (
+    TokenCreated
+    | Enrolled
+    | Revoked
+    | NodeRegistered
+    | NodeGone
+    | JobSubmitted
+    | JobWaits
+    | JobPlanned
+    | StageMoved
+    | JobEnded
+)
+
+_decoder = msgspec.json.Decoder(AnyEvent)
+
+
+def encode_event(event: AnyEvent) -> bytes:
+    """Return `event` as JSON."""
+    return msgspec.json.encode(event)
+
+
+def decode_event(body: bytes) -> AnyEvent:
+    """Return the event of `encode_event`."""
+    return _decoder.decode(body)

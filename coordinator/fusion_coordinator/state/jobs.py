@@ -1,0 +1,81 @@
+"""How jobs change by events. A transition that cannot be is a bug, and tells the job's story."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from fusion_coordinator.state.events import AnyEvent, JobEnded, JobPlanned, JobSubmitted, JobWaits, StageMoved
+from fusion_coordinator.state.records import JobRecord, JobState, StageState, State
+
+
+class TransitionError(AssertionError):
+    """An event that the present state does not allow."""
+
+
+def job_submitted(event: JobSubmitted, state: State) -> State:
+    """Queue the job."""
+    if event.job in state.jobs:
+        raise _impossible(event, state.jobs[event.job])
+    job = JobRecord(event.job, event.owner, event.name, event.spec, event.steps, event.wall_s)
+    return replace(state, jobs={**state.jobs, event.job: job})
+
+
+def job_waits(event: JobWaits, state: State) -> State:
+    """Note why a queued job does not start."""
+    job = state.jobs[event.job]
+    if job.state is not JobState.QUEUED:
+        raise _impossible(event, job)
+    return _with(state, replace(job, reason=event.reason))
+
+
+def job_planned(event: JobPlanned, state: State) -> State:
+    """Put the plan in force. Epochs only grow."""
+    job = state.jobs[event.job]
+    if job.state is not JobState.QUEUED or event.epoch <= job.epoch or not event.stages:
+        raise _impossible(event, job)
+    planned = replace(job, state=JobState.STARTING, reason="", epoch=event.epoch, plan=event.plan, stages=event.stages)
+    return _with(state, planned)
+
+
+def stage_moved(event: StageMoved, state: State) -> State:
+    """Move one stage on; the job runs once all stages are ready, and succeeds once all have finished."""
+    job = state.jobs[event.job]
+    if not job.state.active or event.epoch != job.epoch or not 0 <= event.stage < len(job.stages):
+        raise _impossible(event, job)
+    old = job.stages[event.stage]
+    if old.state.ended or event.state < old.state:
+        raise _impossible(event, job)
+    moved = replace(
+        old,
+        state=event.state,
+        detail=event.detail,
+        cause=event.cause,
+        peer_stage=event.peer_stage,
+        weights=event.weights,
+    )
+    stages = (*job.stages[: event.stage], moved, *job.stages[event.stage + 1 :])
+    job = replace(job, stages=stages)
+    if all(stage.state is StageState.FINISHED for stage in stages):
+        job = replace(job, state=JobState.SUCCEEDED, reason="", finished_wall_s=event.wall_s)
+    elif all(stage.state.ready for stage in stages):
+        job = replace(job, state=JobState.RUNNING)
+    return _with(state, job)
+
+
+def job_ended(event: JobEnded, state: State) -> State:
+    """End the job by failure or cancellation."""
+    job = state.jobs[event.job]
+    if job.state.ended or event.state not in (JobState.FAILED, JobState.CANCELLED):
+        raise _impossible(event, job)
+    return _with(state, replace(job, state=event.state, reason=event.reason, finished_wall_s=event.wall_s))
+
+
+def _with(state: State, job: JobRecord) -> State:
+    return replace(state, jobs={**state.jobs, job.job: job})
+
+
+def _impossible(event: AnyEvent, job: JobRecord) -> TransitionError:
+    stages = ", ".join(f"{stage.node_name} {stage.state.name}" for stage in job.stages)
+    return TransitionError(
+        f"{event} cannot happen to {job.job}: {job.state.name}, epoch {job.epoch}, stages [{stages}]"
+    )

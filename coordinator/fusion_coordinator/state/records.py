@@ -1,0 +1,160 @@
+"""What the coordinator remembers. Immutable records; every change makes new ones."""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+from fusion.base.ids import JobId, NodeId
+from fusion.security.credentials import Role
+
+
+class NodeState(StrEnum):
+    """Whether a node belongs to the cluster now; whether it is busy follows from the jobs."""
+
+    MEMBER = "member"
+    LOST = "lost"  #: its lease ended
+    LEFT = "left"
+
+
+class JobState(IntEnum):
+    """Same numbers as on the wire."""
+
+    QUEUED = 1
+    STARTING = 2
+    RUNNING = 3
+    SUCCEEDED = 4
+    FAILED = 5
+    CANCELLED = 6
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to the job."""
+        return self >= JobState.SUCCEEDED
+
+    @property
+    def active(self) -> bool:
+        """Whether nodes work on it."""
+        return self in (JobState.STARTING, JobState.RUNNING)
+
+
+class StageState(IntEnum):
+    """Same numbers as on the wire; ASSIGNED is what a stage is before its node has said anything."""
+
+    ASSIGNED = 0
+    STARTING = 1
+    READY = 2
+    RUNNING = 3
+    FINISHED = 4
+    FAILED = 5
+    STOPPED = 6
+
+    @property
+    def ended(self) -> bool:
+        """Whether the stage's worker has ended."""
+        return self >= StageState.FINISHED
+
+    @property
+    def ready(self) -> bool:
+        """Whether the stage has loaded everything, or is past that."""
+        return self in (StageState.READY, StageState.RUNNING, StageState.FINISHED)
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Base of all records."""
+
+
+class TokenRecord(Record, frozen=True):
+    """A join token. Only a hash of its secret is kept."""
+
+    token_id: str
+    secret_hash: bytes
+    role: Role
+    expires_wall_s: float
+    used_by: str = ""  #: identity
+
+
+class IdentityRecord(Record, frozen=True):
+    """Somebody who holds a certificate."""
+
+    identity: str
+    role: Role
+    name: str
+    enrolled_wall_s: float
+
+
+class HardwareRecord(Record, frozen=True):
+    """What a node says of itself."""
+
+    device: str
+    device_name: str
+    memory_bytes: int
+    flops: float
+    threads: int
+    platform: str
+    python_version: str
+    torch_version: str
+    package_version: str
+
+
+class NodeRecord(Record, frozen=True):
+    """A node's latest registration."""
+
+    node: NodeId
+    name: str
+    address: str  #: host:port of its data plane
+    seen_host: str  #: where its calls came from
+    hardware: HardwareRecord
+    incarnation: int
+    state: NodeState = NodeState.MEMBER
+    reason: str = ""  #: why it is lost or has left
+    since_wall_s: float = 0.0
+
+
+class WeightsRecord(Record, frozen=True):
+    """A blob that a finished stage uploaded."""
+
+    digest: str
+    size_bytes: int
+
+
+class StageRecord(Record, frozen=True):
+    """One stage of a job's plan, and how far it is."""
+
+    node: NodeId
+    node_name: str
+    incarnation: int
+    state: StageState = StageState.ASSIGNED
+    detail: str = ""
+    cause: str = ""  #: of FAILED
+    peer_stage: int = -1  #: of a FAILED with cause "peer-lost"
+    weights: WeightsRecord | None = None
+
+
+class JobRecord(Record, frozen=True):
+    """A job from its submission on."""
+
+    job: JobId
+    owner: str  #: identity
+    name: str
+    spec: bytes  #: a serialised JobSpec
+    steps: int
+    submitted_wall_s: float
+    state: JobState = JobState.QUEUED
+    reason: str = ""
+    epoch: int = 0
+    plan: bytes = b""  #: a serialised Plan
+    stages: tuple[StageRecord, ...] = ()
+    finished_wall_s: float = 0.0
+
+
+class State(Record, frozen=True):
+    """Everything that outlives the process. The dicts are never changed in place."""
+
+    tokens: dict[str, TokenRecord] = {}
+    identities: dict[str, IdentityRecord] = {}
+    nodes: dict[NodeId, NodeRecord] = {}
+    jobs: dict[JobId, JobRecord] = {}
+    revoked: frozenset[str] = frozenset()
+    incarnation: int = 0  #: the last one given out

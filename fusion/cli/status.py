@@ -1,0 +1,68 @@
+"""`fusion status`: the jobs of this owner, or one of them with its stages."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from fusion.base.units import format_duration
+from fusion.cli.output import coordinator_option, json_option, metrics_line, print_json, printable, status_as_json
+
+if TYPE_CHECKING:
+    from fusion.protocol.jobstatus import JobStatus
+
+
+@click.command()
+@click.argument("job", required=False)
+@coordinator_option
+@json_option
+def status(job: str | None, coordinator: str | None, as_json: bool) -> None:
+    """Show all your jobs, or one JOB with the part of the model that each node trains."""
+    from fusion.job.client import Client
+
+    with Client(coordinator) as client:
+        if job is None:
+            jobs = client.list()
+            if as_json:
+                print_json([status_as_json(item) for item in jobs])
+            else:
+                _show_all(jobs)
+            return
+        found = client.get(job)
+    if as_json:
+        print_json(status_as_json(found))
+    else:
+        _show(found)
+
+
+def _show_all(jobs: list[JobStatus]) -> None:
+    if not jobs:
+        click.echo("no jobs yet; 'fusion submit JOBFILE' starts one")
+        return
+    rows = [("JOB", "NAME", "STATE", "STEP", "LOSS", "AGE", "")]
+    for job in jobs:
+        loss = "" if job.last is None else f"{job.last.loss:.4f}"
+        age = format_duration(max(0.0, time.time() - job.submitted_wall_s))
+        rows.append(
+            (job.job_id, printable(job.name), str(job.state), f"{job.step}/{job.steps}", loss, age)
+            + (printable(job.reason),)
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        click.echo("  ".join([*cells, row[-1]]).rstrip())
+
+
+def _show(job: JobStatus) -> None:
+    click.echo(f"{job.job_id}  {printable(job.name)}  {job.state}  step {job.step}/{job.steps}")
+    if job.reason:
+        click.echo(f"  {printable(job.reason)}")
+    if job.last is not None:
+        click.echo(f"  {metrics_line(job.last, job.steps)}")
+    for number, stage in enumerate(job.stages):
+        click.echo(
+            f"  stage {number}  {printable(stage.node_name)}  operators {stage.first_operator}..{stage.end_operator - 1}"
+            f"  {stage.parameters:,} parameters"
+        )

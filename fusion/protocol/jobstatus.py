@@ -1,0 +1,108 @@
+"""A job as its owner sees it from outside: JobStatus, log lines and the states of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fusion.base.ids import NodeId
+from fusion.protocol.job import BlobRef, blob_from_proto
+from fusion.protocol.metrics import StepMetrics, metrics_from_proto
+from fusion.wire.v1 import coordinator_pb2, node_pb2
+
+
+class JobState(StrEnum):
+    """Where a job is; the last three are for ever."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job is over."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+_STATES = {
+    coordinator_pb2.JOB_STATE_QUEUED: JobState.QUEUED,
+    coordinator_pb2.JOB_STATE_STARTING: JobState.STARTING,
+    coordinator_pb2.JOB_STATE_RUNNING: JobState.RUNNING,
+    coordinator_pb2.JOB_STATE_SUCCEEDED: JobState.SUCCEEDED,
+    coordinator_pb2.JOB_STATE_FAILED: JobState.FAILED,
+    coordinator_pb2.JOB_STATE_CANCELLED: JobState.CANCELLED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """Which part of the model runs where."""
+
+    node: NodeId
+    node_name: str
+    first_operator: int
+    end_operator: int  #: one past the last
+    parameters: int  #: scalars held
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """A job at one moment."""
+
+    job_id: str
+    name: str
+    state: JobState
+    reason: str  #: why it waits, failed or was cancelled; one line
+    step: int  #: last finished
+    steps: int
+    stages: tuple[StageStatus, ...]  #: empty until there is a plan
+    stage_weights: tuple[BlobRef, ...]  #: of a job that succeeded, one file per stage
+    last: StepMetrics | None
+    submitted_wall_s: float
+    finished_wall_s: float  #: 0 until it has ended
+    owner: str
+    graph: BlobRef | None = None
+    weights: BlobRef | None = None  #: initial
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line that a node or the coordinator wrote about the job."""
+
+    wall_s: float
+    level: str
+    text: str
+    origin: str  #: node name, or "coordinator"
+
+
+def status_from_proto(message: coordinator_pb2.JobStatus) -> JobStatus:
+    """Return the status of a message; a state of a newer protocol reads as queued."""
+    return JobStatus(
+        job_id=message.job_id,
+        name=message.name,
+        state=_STATES.get(message.state, JobState.QUEUED),
+        reason=message.reason,
+        step=message.step,
+        steps=message.steps,
+        stages=tuple(
+            StageStatus(
+                NodeId(stage.node_id), stage.node_name, stage.first_operator, stage.end_operator, stage.parameters
+            )
+            for stage in message.plan.stages
+        ),
+        stage_weights=tuple(blob_from_proto(blob) for blob in message.stage_weights),
+        last=metrics_from_proto(message.last) if message.HasField("last") else None,
+        submitted_wall_s=message.submitted_wall_s,
+        finished_wall_s=message.finished_wall_s,
+        owner=message.owner,
+        graph=blob_from_proto(message.graph) if message.HasField("graph") else None,
+        weights=blob_from_proto(message.weights) if message.HasField("weights") else None,
+    )
+
+
+def log_from_proto(message: node_pb2.LogLine) -> LogLine:
+    """Return the log line of a message."""
+    return LogLine(message.wall_s, message.level, message.text, message.origin)

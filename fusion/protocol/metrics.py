@@ -1,0 +1,101 @@
+"""What a step did, as its owner sees it: StepMetrics, and the figures of each stage that it is put together from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fusion.base.ids import StageIndex
+from fusion.wire.v1 import coordinator_pb2, node_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class StageMetrics:
+    """What one stage did in one step."""
+
+    stage: StageIndex
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    sent_bytes: dict[StageIndex, int] = field(default_factory=dict)  #: by the stage that they went to
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One step of the whole job."""
+
+    step: int  #: from 1
+    loss: float
+    eval_loss: float | None = None  #: of the steps after which an evaluation ran
+    grad_norm: float = 0.0  #: global 2-norm before clipping
+    learning_rate: float = 0.0
+    skipped: bool = False  #: gradients were not finite, nothing was changed
+    step_s: float = 0.0
+    samples: int = 0
+    tokens: int = 0  #: 0 unless the batch holds token sequences
+    bytes: int = 0  #: sent over all links
+    stages: tuple[StageMetrics, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the step over its duration; 0 where there are no tokens."""
+        return self.tokens / self.step_s if self.step_s > 0 else 0.0
+
+
+def metrics_from_proto(message: coordinator_pb2.StepMetrics) -> StepMetrics:
+    """Return the metrics of a message."""
+    return StepMetrics(
+        step=message.step,
+        loss=message.loss,
+        eval_loss=message.eval_loss if message.HasField("eval_loss") else None,
+        grad_norm=message.grad_norm,
+        learning_rate=message.learning_rate,
+        skipped=message.skipped,
+        step_s=message.step_s,
+        samples=message.samples,
+        tokens=message.tokens,
+        bytes=message.bytes,
+        stages=tuple(_stage_from_proto(stage) for stage in message.stages),
+    )
+
+
+def metrics_to_proto(metrics: StepMetrics) -> coordinator_pb2.StepMetrics:
+    """Return the message for metrics."""
+    return coordinator_pb2.StepMetrics(
+        step=metrics.step,
+        loss=metrics.loss,
+        eval_loss=metrics.eval_loss,
+        grad_norm=metrics.grad_norm,
+        learning_rate=metrics.learning_rate,
+        skipped=metrics.skipped,
+        step_s=metrics.step_s,
+        samples=metrics.samples,
+        tokens=metrics.tokens,
+        bytes=metrics.bytes,
+        stages=[_stage_to_proto(stage, metrics) for stage in metrics.stages],
+    )
+
+
+def _stage_from_proto(message: node_pb2.StageStep) -> StageMetrics:
+    return StageMetrics(
+        stage=StageIndex(message.stage),
+        step_s=message.step_s,
+        compute_s=message.compute_s,
+        wait_s=message.wait_s,
+        sent_bytes={StageIndex(link.target): link.bytes for link in message.sent},
+        peak_memory_bytes=message.peak_memory_bytes,
+    )
+
+
+def _stage_to_proto(stage: StageMetrics, metrics: StepMetrics) -> node_pb2.StageStep:
+    return node_pb2.StageStep(
+        stage=stage.stage,
+        step=metrics.step,
+        learning_rate=metrics.learning_rate,
+        skipped=metrics.skipped,
+        step_s=stage.step_s,
+        compute_s=stage.compute_s,
+        wait_s=stage.wait_s,
+        sent=[node_pb2.LinkBytes(target=target, bytes=count) for target, count in stage.sent_bytes.items()],
+        peak_memory_bytes=stage.peak_memory_bytes,
+    )

@@ -1,0 +1,122 @@
+"""Plans and assignments, to and from protobuf. What comes in is checked before anybody acts on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from fusion.base.errors import WireError
+from fusion.base.ids import ClusterId, Epoch, Incarnation, JobId, NodeId, StageIndex, is_id
+from fusion.plan.types import Plan, PlannedLink, PlannedStage
+from fusion.protocol.job import JobSpec, job_from_proto, job_to_proto
+from fusion.wire.v1 import job_pb2, plan_pb2
+
+MAX_STAGES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one worker is started with."""
+
+    job: JobId
+    cluster: ClusterId
+    stage: StageIndex
+    spec: JobSpec
+    plan: Plan
+
+
+def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
+    """Return the message for a plan."""
+    message = plan_pb2.Plan(epoch=plan.epoch, schedule=plan.schedule, micro_batches=plan.micro_batches)
+    for stage in plan.stages:
+        message.stages.add(
+            node_id=stage.node,
+            node_name=stage.node_name,
+            address=stage.address,
+            first_operator=stage.first_operator,
+            end_operator=stage.end_operator,
+            parameters=stage.parameters,
+            memory_bytes=stage.memory_bytes,
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s,
+            incarnation=stage.incarnation,
+        )
+    for link in plan.links:
+        message.links.add(source=link.source, target=link.target, codec=link.codec, bytes_per_step=link.bytes_per_step)
+    return message
+
+
+def plan_from_proto(message: plan_pb2.Plan) -> Plan:
+    """Return the plan of a message; WireError if its stages leave a gap, or a link joins stages that do not exist."""
+    stages = tuple(
+        PlannedStage(
+            NodeId(item.node_id),
+            item.node_name,
+            item.address,
+            Incarnation(item.incarnation),
+            item.first_operator,
+            item.end_operator,
+            item.parameters,
+            item.memory_bytes,
+            item.forward_s,
+            item.backward_s,
+        )
+        for item in message.stages
+    )
+    links = tuple(
+        PlannedLink(StageIndex(item.source), StageIndex(item.target), item.codec, item.bytes_per_step)
+        for item in message.links
+    )
+    plan = Plan(Epoch(message.epoch), stages, links, message.schedule, message.micro_batches)
+    _check_plan(plan)
+    return plan
+
+
+def _check_plan(plan: Plan) -> None:
+    if plan.epoch < 1:
+        raise WireError("plan: its epoch is missing")
+    if plan.schedule not in ("1f1b", "gpipe"):
+        raise WireError(f"plan: schedule {plan.schedule[:40]!r} is unknown")
+    if not 1 <= plan.micro_batches <= 4096:
+        raise WireError(f"plan: micro_batches={plan.micro_batches} must be 1..4096")
+    if not 1 <= len(plan.stages) <= MAX_STAGES:
+        raise WireError(f"plan: it has {len(plan.stages)} stages; allowed are 1..{MAX_STAGES}")
+    expected = 0
+    for index, stage in enumerate(plan.stages):
+        if stage.first_operator != expected or stage.end_operator <= stage.first_operator:
+            raise WireError(
+                f"plan: stage {index} runs operators {stage.first_operator}..{stage.end_operator}, "
+                f"it must begin at {expected} and hold at least one"
+            )
+        expected = stage.end_operator
+    for link in plan.links:
+        if link.source == link.target or not (link.source < len(plan.stages) and link.target < len(plan.stages)):
+            raise WireError(
+                f"plan: link {link.source}->{link.target} does not join two of its {len(plan.stages)} stages"
+            )
+
+
+def assignment_to_proto(assignment: Assignment) -> plan_pb2.Assignment:
+    """Return the message for an assignment."""
+    return plan_pb2.Assignment(
+        job_id=assignment.job,
+        cluster_id=assignment.cluster,
+        stage=assignment.stage,
+        job_spec=job_to_proto(assignment.spec).SerializeToString(deterministic=True),
+        plan=plan_to_proto(assignment.plan),
+    )
+
+
+def assignment_from_proto(message: plan_pb2.Assignment) -> Assignment:
+    """Return the assignment of a message; WireError or ConfigError names what is wrong with it."""
+    if not is_id(message.job_id) or not is_id(message.cluster_id):
+        raise WireError(f"assignment: {message.job_id[:40]!r} in {message.cluster_id[:40]!r} is not a job of a cluster")
+    plan = plan_from_proto(message.plan)
+    if message.stage >= len(plan.stages):
+        raise WireError(f"assignment: stage {message.stage} of a plan with {len(plan.stages)} stages")
+    try:
+        spec = job_from_proto(job_pb2.JobSpec.FromString(message.job_spec))
+    except DecodeError:
+        raise WireError("assignment: its job cannot be read") from None
+    return Assignment(JobId(message.job_id), ClusterId(message.cluster_id), StageIndex(message.stage), spec, plan)

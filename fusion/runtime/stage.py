@@ -1,0 +1,363 @@
+"""A stage at work: takes instructions from its machine, runs them, and exchanges messages through an outbox."""
+
+from __future__ import annotations
+
+import math
+import queue
+import struct
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fusion.base.errors import StoppedError
+from fusion.base.ids import EdgeId, StageIndex
+from fusion.graph.partition import Edge, Partition
+from fusion.protocol.job import JobSpec
+from fusion.protocol.messages import MessageKind
+from fusion.runtime import machine
+from fusion.runtime.batches import Batches, Samples, tokens_per_sample, weighted_mean
+from fusion.runtime.executor import ShardExecutor
+from fusion.runtime.machine import Key, StageMachine, StageRole
+from fusion.runtime.optimizer import StageOptimizer, StepVerdict, decide, sums_of_squares
+from fusion.runtime.schedule import StageSchedule
+
+_VERDICT = struct.Struct("<?dd")
+_LONGEST_WAIT_S = 1.0  #: between two looks at whether the stage was asked to stop
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A message's content: a tensor, or numbers, or neither for an absent gradient."""
+
+    tensor: torch.Tensor | None = None
+    requires_grad: bool = False
+    numbers: bytes = b""
+    release: Callable[[], None] | None = None  #: returns the sender's credit once the content is used
+
+
+class Outbox(Protocol):
+    """Where a stage's messages go. Neither call waits for the network."""
+
+    def send_tensor(self, target: StageIndex, key: Key, tensor: torch.Tensor | None, *, requires_grad: bool) -> None:
+        """Send a value or a gradient; None is a gradient that does not exist."""
+        ...
+
+    def send_numbers(self, target: StageIndex, key: Key, numbers: bytes) -> None:
+        """Send a small control message ahead of bulk."""
+        ...
+
+    def bytes_sent(self) -> dict[StageIndex, int]:
+        """Return the payload bytes sent to each stage so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """What one stage did in one step."""
+
+    step: int
+    learning_rate: float
+    skipped: bool
+    step_s: float
+    compute_s: float
+    wait_s: float
+    samples: int
+    tokens: int
+    sent_bytes: dict[StageIndex, int]
+    loss: float | None = None  #: from the loss stage
+    eval_loss: float | None = None
+    grad_norm: float | None = None  #: from stage 0
+
+
+@dataclass(slots=True)
+class _StepState:
+    """What a stage gathers during a step."""
+
+    started_s: float
+    weights: list[float]
+    losses: list[torch.Tensor]
+    eval_losses: list[torch.Tensor]
+    tied: dict[int, torch.Tensor | None]
+    verdict: StepVerdict | None = None
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class StageRunner:
+    """One stage of a job. `deliver` may be called from any thread; everything else from the one that computes."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        partition: Partition,
+        schedule: StageSchedule,
+        executor: ShardExecutor,
+        data: Samples | None,
+        eval_data: Samples | None,
+        outbox: Outbox,
+        on_step: Callable[[StageRecord], None],
+    ) -> None:
+        self._job = job
+        self._partition = partition
+        self.executor = executor
+        self.stage = executor.stage
+        self._outbox = outbox
+        self._on_step = on_step
+        dynamic = partition.graph.dynamic_batch
+        self._batches = Batches(job, data)
+        self._evaluation = Batches(job, eval_data, evaluation=True, dynamic=dynamic)
+        self._role = StageRole.of(partition, self.stage)
+        self._machine = StageMachine(
+            self._role,
+            schedule,
+            first_step=1,
+            last_step=job.steps,
+            eval_every_steps=job.eval_every_steps,
+            eval_micro_batches=len(self._evaluation.sizes),
+        )
+        self._optimizer = StageOptimizer(job, executor.parameters)
+        self._shared = [shared for shared in partition.shared if self.stage in shared.holders]
+        self._names = {value: item.name for value, item in partition.graph.input_of.items()}
+        self._arrivals: queue.SimpleQueue[tuple[Key, Arrived]] = queue.SimpleQueue()
+        self._contents: dict[Key, Arrived] = {}
+        self._tokens = tokens_per_sample(job.data)
+        self._state: _StepState | None = None
+        self._sent_before: dict[StageIndex, int] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is over."""
+        return self._machine.finished
+
+    def deliver(self, key: Key, content: Arrived) -> None:
+        """Hand over a message that has arrived. Thread-safe."""
+        self._arrivals.put((key, content))
+
+    def run(self, should_stop: Callable[[], str | None]) -> None:
+        """Work until the job's last step; StoppedError with the reason once `should_stop` gives one."""
+        while not self.finished:
+            reason = should_stop()
+            if reason is not None:
+                raise StoppedError(reason)
+            if not self.advance():
+                self._await_arrival()
+
+    def waits_for(self) -> tuple[Key, ...]:
+        """Return the messages without which the stage cannot go on now."""
+        return self._machine.missing()
+
+    def advance(self) -> bool:
+        """Run the next instruction if its messages are here; return whether there was one."""
+        self._collect()
+        instruction = self._machine.take()
+        if instruction is None:
+            return False
+        state = self._step_state(instruction.step)
+        begin_s = time.perf_counter()
+        self._execute(instruction, state)
+        state.compute_s += time.perf_counter() - begin_s
+        if isinstance(instruction, machine.EndStep):
+            self._report(instruction.step, state)
+        return True
+
+    def _await_arrival(self) -> None:
+        begin_s = time.perf_counter()
+        with suppress(queue.Empty):
+            self._note(*self._arrivals.get(timeout=_LONGEST_WAIT_S))
+        if self._state is not None:
+            self._state.wait_s += time.perf_counter() - begin_s
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                self._note(*self._arrivals.get_nowait())
+            except queue.Empty:
+                return
+
+    def _note(self, key: Key, content: Arrived) -> None:
+        self._machine.arrived(key)
+        self._contents[key] = content
+
+    def _take(self, key: Key) -> Arrived:
+        content = self._contents.pop(key)
+        if content.release is not None:
+            content.release()
+        return content
+
+    def _step_state(self, step: int) -> _StepState:
+        if self._state is None:
+            weights = self._batches.loss_weights(step) if self.executor.makes_loss else []
+            self._state = _StepState(time.perf_counter(), weights, [], [], {})
+        return self._state
+
+    def _execute(self, instruction: machine.Instruction, state: _StepState) -> None:
+        match instruction:
+            case machine.Forward(step, micro_batch):
+                self._forward(step, micro_batch, state)
+            case machine.Backward(step, micro_batch):
+                self._backward(step, micro_batch, state)
+            case machine.SendTied(step):
+                self._send_tied(step)
+            case machine.SumTied(step, answering):
+                self._sum_tied(step, answering, state)
+            case machine.Norm(step):
+                self._norm(step, state)
+            case machine.Verdict(step):
+                self._pass_verdict(step, state)
+            case machine.Update(step):
+                assert state.verdict is not None
+                if state.verdict.apply:
+                    self._optimizer.apply(step, state.verdict.factor)
+                self.executor.clear_gradients()
+            case machine.Evaluate(step, micro_batch):
+                self._evaluate(step, micro_batch, state)
+            case machine.EndStep():
+                pass
+
+    def _forward(self, step: int, micro_batch: int, state: _StepState) -> None:
+        received = {}
+        for edge in self._role.incoming:
+            content = self._take(Key(MessageKind.ACTIVATION, step, micro_batch, edge))
+            assert content.tensor is not None
+            received[edge] = (content.tensor, content.requires_grad)
+        fields = self._on_device(self._batches.fields(self.executor.batch_fields.keys(), step, micro_batch))
+        result = self.executor.forward(step, micro_batch, fields, received, self._batches.sizes[micro_batch])
+        wanted = tuple(edge for edge, value in result.edges.items() if value.requires_grad)
+        self._machine.sent(step, micro_batch, wanted)
+        for edge, value in result.edges.items():
+            key = Key(MessageKind.ACTIVATION, step, micro_batch, edge)
+            self._outbox.send_tensor(self._edge(edge).target, key, value.detach(), requires_grad=value.requires_grad)
+        if result.loss is not None:
+            state.losses.append(result.loss)
+
+    def _backward(self, step: int, micro_batch: int, state: _StepState) -> None:
+        gradients: dict[EdgeId, torch.Tensor | None] = {}
+        for edge in self._role.outgoing:
+            key = Key(MessageKind.GRADIENT, step, micro_batch, edge)
+            if key in self._contents:
+                gradients[edge] = self._take(key).tensor
+
+        def send(edge: Edge, gradient: torch.Tensor | None) -> None:
+            key = Key(MessageKind.GRADIENT, step, micro_batch, edge.edge)
+            self._outbox.send_tensor(edge.source, key, gradient, requires_grad=False)
+
+        weight = state.weights[micro_batch] if state.weights else 0.0
+        self.executor.backward(micro_batch, weight, gradients, send)
+
+    def _send_tied(self, step: int) -> None:
+        gradients = self.executor.use_gradients()
+        for use, holder in self._role.tied_out:
+            key = Key(MessageKind.TIED, step, 0, use)
+            self._outbox.send_tensor(holder, key, gradients[use], requires_grad=False)
+
+    def _sum_tied(self, step: int, answering: bool, state: _StepState) -> None:
+        """Set the gradient of shared parameters to the sum over their uses, in the uses' own order."""
+        state.tied.update(self.executor.use_gradients())
+        for use in self._role.tied_in if answering else self._role.tied_in_late:
+            state.tied[use] = self._take(Key(MessageKind.TIED, step, 0, use)).tensor
+        number = 0
+        for shared in self._partition.shared:
+            numbers = range(number, number + len(shared.uses))
+            number += len(shared.uses)
+            if self.stage in shared.holders and (shared.holders[0] == self.stage) == answering:
+                self.executor.parameters[self._names[shared.value]].grad = _sum(state.tied.pop(use) for use in numbers)
+
+    def _norm(self, step: int, state: _StepState) -> None:
+        sums = self._own_sums()
+        if self.stage + 1 < self._role.stages:
+            behind = self._take(Key(MessageKind.NORM, step, 0, 0)).numbers
+            sums += struct.unpack(f"<{len(behind) // 8}d", behind)
+        if self.stage > 0:
+            target = StageIndex(self.stage - 1)
+            self._outbox.send_numbers(target, Key(MessageKind.NORM, step, 0, 0), struct.pack(f"<{len(sums)}d", *sums))
+        else:
+            state.verdict = decide(sums, self._job.grad_clip)
+            self._send_verdict(step, state.verdict)
+
+    def _own_sums(self) -> list[float]:
+        """Return the sums of squares of the parameters for which this stage answers."""
+        foreign = {self._names[shared.value] for shared in self._shared if shared.holders[0] != self.stage}
+        gradients = [
+            tensor.grad
+            for name, tensor in self.executor.parameters.items()
+            if tensor.grad is not None and name not in foreign
+        ]
+        return sums_of_squares(gradients)
+
+    def _pass_verdict(self, step: int, state: _StepState) -> None:
+        numbers = self._take(Key(MessageKind.VERDICT, step, 0, 0)).numbers
+        state.verdict = StepVerdict(*_VERDICT.unpack(numbers))
+        self._send_verdict(step, state.verdict)
+
+    def _send_verdict(self, step: int, verdict: StepVerdict) -> None:
+        if self.stage + 1 < self._role.stages:
+            packed = _VERDICT.pack(verdict.apply, verdict.factor, verdict.norm)
+            self._outbox.send_numbers(StageIndex(self.stage + 1), Key(MessageKind.VERDICT, step, 0, 0), packed)
+
+    def _evaluate(self, step: int, micro_batch: int, state: _StepState) -> None:
+        received = {}
+        for edge in self._role.incoming:
+            tensor = self._take(Key(MessageKind.EVAL, step, micro_batch, edge)).tensor
+            assert tensor is not None
+            received[edge] = tensor
+        fields = self._on_device(self._evaluation.fields(self.executor.batch_fields.keys(), step, micro_batch))
+        result = self.executor.evaluate(step, micro_batch, fields, received, self._evaluation.sizes[micro_batch])
+        for edge, value in result.edges.items():
+            key = Key(MessageKind.EVAL, step, micro_batch, edge)
+            self._outbox.send_tensor(self._edge(edge).target, key, value, requires_grad=False)
+        if result.loss is not None:
+            state.eval_losses.append(result.loss)
+
+    def _report(self, step: int, state: _StepState) -> None:
+        assert state.verdict is not None
+        self._state = None
+        loss = eval_loss = None
+        if self.executor.makes_loss:
+            loss = weighted_mean(_numbers(state.losses), state.weights)
+        if state.eval_losses:
+            eval_loss = weighted_mean(_numbers(state.eval_losses), self._evaluation.loss_weights(step))
+        sent = self._outbox.bytes_sent()
+        before, self._sent_before = self._sent_before, sent
+        self._on_step(
+            StageRecord(
+                step=step,
+                learning_rate=self._optimizer.learning_rate(step),
+                skipped=not state.verdict.apply,
+                step_s=time.perf_counter() - state.started_s,
+                compute_s=state.compute_s,
+                wait_s=state.wait_s,
+                samples=self._job.batch_size,
+                tokens=self._job.batch_size * self._tokens,
+                sent_bytes={target: count - before.get(target, 0) for target, count in sent.items()},
+                loss=loss,
+                eval_loss=eval_loss,
+                grad_norm=None if self.stage else state.verdict.norm,
+            )
+        )
+
+    def _edge(self, edge: EdgeId) -> Edge:
+        return self._partition.edges[edge]
+
+    def _on_device(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        device = self.executor.device
+        if device.type == "cpu":
+            return fields
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in fields.items()}
+
+
+def _sum(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    total: torch.Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
+
+
+def _numbers(losses: list[torch.Tensor]) -> list[float]:
+    """Return the losses as numbers, in one transfer."""
+    values = torch.stack([loss.to(torch.float64) if loss.device.type != "mps" else loss for loss in losses])
+    return [float(value) if math.isfinite(value) else math.nan for value in values.tolist()]

@@ -1,0 +1,584 @@
+"""The daemon's decisions, without I/O: events and the time go in, actions come out.
+
+The agent holds a registration with its lease, and at most one worker. Three rules keep two nodes from ever training
+one stage at a time without any common clock:
+
+- the lease ends `self_fence_s` after the last answered heartbeat was *sent*, by this machine's own clock;
+- a stage of an epoch that is not newer than the newest seen of that job is refused;
+- a worker whose lease has ended is killed before the node speaks for it again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import assert_never
+
+from fusion_node.ipc import (
+    TERMINAL_STATES,
+    Cause,
+    LogEntry,
+    Progress,
+    Report,
+    StageStateReport,
+    StepReport,
+)
+
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 15.0
+STOP_GRACE_S = 10.0  #: between asking a worker to end and killing it
+END_GRACE_S = 20.0  #: for a worker to end by itself after its last report
+LEAVE_GRACE_S = 5.0  #: the same when the daemon itself is asked to end
+FENCE_GRACE_S = 1.0  #: the same when the lease has ended: others may be given the stage 5 s later
+START_LIMIT_S = 120.0  #: until the first sign of life: torch is imported meanwhile
+HANG_LIMIT_S = 20.0  #: without a sign of life thereafter
+PAUSE_S = 3.0  #: a longer gap between ticks means that this process itself did not run
+REMEMBERED_JOBS = 1000
+AUTH_EXIT_CODE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StageRef:
+    """Which stage of which plan."""
+
+    job: str
+    epoch: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} of {self.job} (epoch {self.epoch})"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A stage to be trained here. `payload` is the serialised message for the worker."""
+
+    ref: StageRef
+    cluster: str
+    node: str
+    incarnation: int
+    payload: bytes
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; wanted at least once a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The coordinator has answered a Register that was sent at `sent_s`."""
+
+    incarnation: int
+    sent_s: float
+    heartbeat_s: float
+    self_fence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterFailed:
+    """A Register was not answered (`exit_code` 0: worth another try), or refused for good."""
+
+    detail: str
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswered:
+    """The heartbeat sent at `sent_s` was answered."""
+
+    incarnation: int
+    sent_s: float
+    revoked: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationLost:
+    """The coordinator no longer takes this registration for alive."""
+
+    incarnation: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRefused:
+    """The coordinator refuses this node's certificate."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A command to train a stage, received under a registration."""
+
+    incarnation: int
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class StopOrdered:
+    """A command to end a job's worker; epoch 0 means whichever runs."""
+
+    incarnation: int
+    job: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    """A line of the worker."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """The worker is gone; `cause` and `detail` say how, in case it has not said so itself."""
+
+    cause: Cause
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """SIGTERM or SIGINT has come."""
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The coordinator knows that this node goes, or was told in vain."""
+
+
+Event = (
+    Tick
+    | Registered
+    | RegisterFailed
+    | HeartbeatAnswered
+    | RegistrationLost
+    | AccessRefused
+    | Assigned
+    | StopOrdered
+    | WorkerReported
+    | WorkerExited
+    | Signalled
+    | Left
+)
+
+# ---- actions ----
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Register after `delay_s`."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Send a heartbeat; answered or not, never wait for it."""
+
+    incarnation: int
+    sequence: int
+    job: str
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start a worker. There is none at this moment."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """Ask the worker to end (unless it ends by itself), and kill it after `grace_s`. May come again with less grace."""
+
+    reason: str
+    grace_s: float
+    ask: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStage:
+    """Tell the coordinator about a stage, once, in order, however long it takes."""
+
+    ref: StageRef
+    incarnation: int
+    report: StageStateReport
+
+
+@dataclass(frozen=True, slots=True)
+class ReportMetrics:
+    """Pass on figures or a log line of a stage."""
+
+    ref: StageRef
+    incarnation: int
+    report: StepReport | LogEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Tell the coordinator that this node goes."""
+
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End the daemon."""
+
+    code: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the daemon's own log."""
+
+    level: str
+    text: str
+
+
+Action = Register | Heartbeat | StartWorker | StopWorker | ReportStage | ReportMetrics | Leave | Exit | Note
+
+
+@dataclass(slots=True)
+class _Registration:
+    incarnation: int
+    lease_from_s: float  #: when the last answered heartbeat was sent
+    heartbeat_s: float
+    self_fence_s: float
+    next_heartbeat_s: float
+    sequence: int = 0
+
+
+@dataclass(slots=True)
+class _Worker:
+    assignment: Assignment
+    sign_s: float  #: when it last gave a sign of life
+    limit_s: float  #: how long it may go without one
+    step: int = 0
+    ended: bool = False  #: a terminal state has been reported for it
+    stopping: bool = False
+    outcome: StageStateReport | None = None  #: what to report once it is gone, instead of how it went
+    muted: bool = False  #: what it says no longer counts
+
+
+class Agent:
+    """The state machine. `handle` is the only way in; the actions it returns are to be done in order."""
+
+    def __init__(self, cluster: str, identity: str, rng: random.Random | None = None) -> None:
+        self._cluster, self._identity = cluster, identity
+        self._rng = rng or random.Random()  # noqa: S311  # jitter, no secret
+        self._registration: _Registration | None = None
+        self._attempts = 0
+        self._worker: _Worker | None = None
+        self._waiting: Assignment | None = None  #: starts once the present worker is gone
+        self._newest: OrderedDict[str, int] = OrderedDict()  #: newest epoch seen of each job
+        self._last_tick_s: float | None = None
+        self._exit: Exit | None = None  #: how to exit once the worker is gone
+        self._leaving = ""  #: why this node goes
+        self._actions: list[Action] = []
+
+    @property
+    def incarnation(self) -> int:
+        """The number of the present registration; 0 without one."""
+        return self._registration.incarnation if self._registration else 0
+
+    def start(self) -> list[Action]:
+        """Return the first actions."""
+        return [Register(0.0)]
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take an event at `now_s` (monotonic) and return what is to be done."""
+        self._actions = []
+        if isinstance(event, Tick):
+            self._forgive_own_pause(now_s)
+        self._fence(now_s)
+        match event:
+            case Tick():
+                self._tick(now_s)
+            case Registered():
+                self._registered(event, now_s)
+            case RegisterFailed():
+                self._register_failed(event)
+            case HeartbeatAnswered():
+                self._heartbeat_answered(event)
+            case RegistrationLost():
+                if event.incarnation == self.incarnation:
+                    self._lose_registration(event.detail)
+            case AccessRefused():
+                self._end(Exit(AUTH_EXIT_CODE, event.detail))
+            case Assigned():
+                self._assigned(event, now_s)
+            case StopOrdered():
+                self._stop_ordered(event)
+            case WorkerReported():
+                self._worker_reported(event.report, now_s)
+            case WorkerExited():
+                self._worker_exited(event, now_s)
+            case Signalled():
+                self._signalled(event)
+            case Left():
+                self._do(Exit(0, f"left: {self._leaving}"))
+            case _:
+                assert_never(event)
+        return self._actions
+
+    def _do(self, action: Action) -> None:
+        self._actions.append(action)
+
+    # ---- registration and lease ----
+
+    def _backoff_s(self) -> float:
+        """Full jitter: uniform between 0 and a bound that doubles with every attempt."""
+        bound = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(self._attempts, 10))
+        self._attempts += 1
+        return self._rng.uniform(0.0, bound)
+
+    def _registered(self, event: Registered, now_s: float) -> None:
+        if self._leaving or self._exit:
+            return
+        self._attempts = 0
+        self._registration = _Registration(
+            event.incarnation, event.sent_s, event.heartbeat_s, event.self_fence_s, now_s + event.heartbeat_s
+        )
+        self._do(Note("info", f"registered, incarnation {event.incarnation}"))
+
+    def _register_failed(self, event: RegisterFailed) -> None:
+        if self._leaving or self._exit:
+            return
+        if event.exit_code:
+            self._end(Exit(event.exit_code, event.detail))
+            return
+        delay_s = self._backoff_s()
+        self._do(Note("warning", f"not registered: {event.detail}; trying again in {delay_s:.1f} s"))
+        self._do(Register(delay_s))
+
+    def _heartbeat_answered(self, event: HeartbeatAnswered) -> None:
+        registration = self._registration
+        if registration is None or event.incarnation != registration.incarnation:
+            return
+        registration.lease_from_s = max(registration.lease_from_s, event.sent_s)
+        if self._identity in event.revoked:
+            self._end(Exit(AUTH_EXIT_CODE, "this node has been revoked; ask the cluster's operator for a new token"))
+
+    def _fence(self, now_s: float) -> None:
+        registration = self._registration
+        if registration is None or now_s - registration.lease_from_s < registration.self_fence_s:
+            return
+        self._lose_registration(f"no answered heartbeat for {now_s - registration.lease_from_s:.0f} s")
+
+    def _lose_registration(self, detail: str) -> None:
+        """The lease is over: whatever runs here no longer counts, and the node starts afresh."""
+        self._registration = None
+        self._waiting = None
+        self._do(Note("warning", f"registration lost: {detail}"))
+        if self._worker is not None:
+            report = StageStateReport("failed", f"the node lost its lease: {detail}; its worker was stopped", "lease")
+            self._stop_worker("the node's lease is over", FENCE_GRACE_S, report)
+            self._worker.muted = True
+        if self._leaving:
+            self._go()
+        elif not self._exit:
+            self._do(Register(self._backoff_s()))
+
+    def _tick(self, now_s: float) -> None:
+        self._watch_worker(now_s)
+        registration = self._registration
+        if registration is None or now_s < registration.next_heartbeat_s:
+            return
+        registration.sequence += 1
+        registration.next_heartbeat_s = now_s + registration.heartbeat_s
+        worker = self._worker
+        ref = worker.assignment.ref if worker and not worker.muted else StageRef("", 0, 0)
+        step = worker.step if worker and not worker.muted else 0
+        self._do(Heartbeat(registration.incarnation, registration.sequence, ref.job, ref.epoch, step))
+
+    # ---- commands ----
+
+    def _assigned(self, event: Assigned, now_s: float) -> None:
+        assignment = event.assignment
+        if event.incarnation != self.incarnation or self._leaving or self._exit:
+            return
+        refusal = self._refusal(assignment)
+        if refusal is None:
+            self._accept(assignment, now_s)
+        elif refusal:
+            self._do(Note("warning", f"refused {assignment.ref}: {refusal}"))
+            self._report(assignment, StageStateReport("failed", refusal, "error"))
+
+    def _refusal(self, assignment: Assignment) -> str | None:
+        """Return why not; None to accept; empty for a command that was seen before and needs no answer."""
+        ref, worker = assignment.ref, self._worker
+        if assignment.cluster != self._cluster:
+            return f"the assignment is for cluster {assignment.cluster}, this node belongs to {self._cluster}"
+        if assignment.node != self._identity:
+            return f"the assignment is for node {assignment.node}, this is {self._identity}"
+        if assignment.incarnation != self.incarnation:
+            return f"the plan knows incarnation {assignment.incarnation} of this node, current {self.incarnation}"
+        newest = self._newest.get(ref.job, 0)
+        if ref.epoch < newest:
+            return f"stale epoch {ref.epoch}, current {newest}"
+        if ref.epoch == newest:
+            return ""
+        busy = worker is not None and not worker.stopping and not worker.ended
+        if worker is not None and busy and worker.assignment.ref.job != ref.job:
+            return f"the node is busy with {worker.assignment.ref.job}"
+        return None
+
+    def _accept(self, assignment: Assignment, now_s: float) -> None:
+        self._remember(assignment.ref.job, assignment.ref.epoch)
+        if self._worker is None:
+            self._start(assignment, now_s)
+            return
+        if self._waiting is not None:
+            self._report(self._waiting, StageStateReport("stopped", f"replaced by epoch {assignment.ref.epoch}"))
+        self._waiting = assignment
+        reason = f"replaced by epoch {assignment.ref.epoch}"
+        self._stop_worker(reason, STOP_GRACE_S, StageStateReport("stopped", reason))
+
+    def _start(self, assignment: Assignment, now_s: float) -> None:
+        self._worker = _Worker(assignment, now_s, START_LIMIT_S)
+        self._do(StartWorker(assignment))
+
+    def _remember(self, job: str, epoch: int) -> None:
+        self._newest[job] = max(epoch, self._newest.pop(job, 0))
+        if len(self._newest) > REMEMBERED_JOBS:
+            self._newest.popitem(last=False)
+
+    def _stop_ordered(self, event: StopOrdered) -> None:
+        if event.incarnation != self.incarnation:
+            return
+        if event.epoch:
+            self._remember(event.job, event.epoch)
+        stopped = StageStateReport("stopped", event.reason)
+        waiting, worker = self._waiting, self._worker
+        if waiting is not None and _meant(event, waiting.ref):
+            self._waiting = None
+            self._report(waiting, stopped)
+        if worker is not None and _meant(event, worker.assignment.ref):
+            self._stop_worker(event.reason, STOP_GRACE_S, stopped)
+
+    # ---- the worker ----
+
+    def _stop_worker(self, reason: str, grace_s: float, outcome: StageStateReport) -> None:
+        """Ask the worker to end. What is reported of it is the first reason for which it was stopped."""
+        worker = self._worker
+        if worker is None:
+            return
+        if not worker.ended and worker.outcome is None:
+            worker.outcome = outcome
+        worker.stopping = True
+        self._do(StopWorker(reason, grace_s, ask=not worker.ended))
+
+    def _worker_reported(self, report: Report, now_s: float) -> None:
+        worker = self._worker
+        if worker is None:
+            return
+        worker.sign_s, worker.limit_s = now_s, HANG_LIMIT_S
+        ref = worker.assignment.ref
+        match report:
+            case Progress():
+                worker.step = max(worker.step, report.step)
+            case StageStateReport():
+                self._worker_state(worker, report)
+            case StepReport() | LogEntry():
+                if isinstance(report, StepReport):
+                    worker.step = max(worker.step, report.step)
+                if not worker.muted:
+                    self._do(ReportMetrics(ref, worker.assignment.incarnation, report))
+            case _:
+                assert_never(report)
+
+    def _worker_state(self, worker: _Worker, report: StageStateReport) -> None:
+        if worker.muted or worker.ended:
+            return
+        worker.ended = report.state in TERMINAL_STATES
+        self._report(worker.assignment, report)
+        if worker.ended and not worker.stopping:
+            self._stop_worker(f"the stage is {report.state}", END_GRACE_S, report)
+
+    def _watch_worker(self, now_s: float) -> None:
+        worker = self._worker
+        if worker is None or worker.stopping or now_s - worker.sign_s < worker.limit_s:
+            return
+        detail = f"the worker gave no sign of life for {now_s - worker.sign_s:.0f} s and was killed"
+        self._do(Note("error", detail))
+        self._stop_worker(detail, 0.0, StageStateReport("failed", detail, "crash"))
+        worker.muted = True
+
+    def _forgive_own_pause(self, now_s: float) -> None:
+        """If this process itself did not run, its worker's silence means nothing."""
+        gap_s = now_s - self._last_tick_s if self._last_tick_s is not None else 0.0
+        self._last_tick_s = now_s
+        if self._worker is not None and gap_s > PAUSE_S:
+            self._worker.sign_s += gap_s
+
+    def _worker_exited(self, event: WorkerExited, now_s: float) -> None:
+        worker = self._worker
+        if worker is None:
+            return
+        self._worker = None
+        if not worker.ended:
+            report = worker.outcome or StageStateReport("failed", event.detail, event.cause)
+            self._report(worker.assignment, report)
+        if self._exit is not None:
+            self._do(self._exit)
+        elif self._leaving:
+            self._go()
+        elif self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            self._start(waiting, now_s)
+
+    def _report(self, assignment: Assignment, report: StageStateReport) -> None:
+        self._do(ReportStage(assignment.ref, assignment.incarnation, report))
+
+    # ---- the end ----
+
+    def _signalled(self, event: Signalled) -> None:
+        if self._leaving or self._exit:
+            if self._worker is not None:
+                self._do(StopWorker("a second signal", 0.0))
+            self._do(Exit(128 + event.number, f"{event.name} again: ended without taking leave"))
+            return
+        self._leaving = f"the node was asked to end ({event.name})"
+        self._waiting = None
+        if self._worker is None:
+            self._go()
+        else:
+            self._stop_worker(self._leaving, LEAVE_GRACE_S, StageStateReport("stopped", self._leaving))
+
+    def _go(self) -> None:
+        """Take leave, if there is somebody to take leave of and nothing runs any more."""
+        if self._worker is not None:
+            return
+        if self._registration is None:
+            self._do(Exit(0, f"left: {self._leaving}"))
+        else:
+            self._do(Leave(self._registration.incarnation, self._leaving))
+
+    def _end(self, how: Exit) -> None:
+        """Exit for a reason that waiting will not cure, once the worker is gone."""
+        if self._exit is not None:
+            return
+        self._exit, self._registration, self._waiting = how, None, None
+        if self._worker is None:
+            self._do(how)
+        else:
+            self._stop_worker(how.message, FENCE_GRACE_S, StageStateReport("failed", how.message, "lease"))
+
+
+def _meant(event: StopOrdered, ref: StageRef) -> bool:
+    return event.job == ref.job and event.epoch in (0, ref.epoch)

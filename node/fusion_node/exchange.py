@@ -1,0 +1,123 @@
+"""Between a stage and its transport: tensors to payloads on the way out, payloads to tensors on the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fusion.base.errors import FusionError, WireError
+from fusion.base.ids import EdgeId, StageIndex
+from fusion.compress import raw
+from fusion.graph.dag import InputKind
+from fusion.graph.partition import Partition
+from fusion.protocol.messages import MessageHeader, MessageKind
+from fusion.runtime.executor import all_uses
+from fusion.runtime.machine import Key
+from fusion.runtime.stage import Arrived, StageRunner
+from fusion.transport.base import Incoming, Outgoing, Transport
+
+_VALUE_KINDS = (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.EVAL)
+_VERDICT_BYTES = 64
+
+
+class WireOutbox:
+    """Hands a stage's messages to the transport. Tensors are encoded on the link's own thread."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def send_tensor(self, target: StageIndex, key: Key, tensor: torch.Tensor | None, *, requires_grad: bool) -> None:
+        def prepare() -> tuple[MessageHeader, memoryview]:
+            if tensor is None:
+                return MessageHeader(*_names(key), absent=True), memoryview(b"")
+            layout, payload = raw.encode(tensor)
+            return MessageHeader(*_names(key), layout=layout, requires_grad=requires_grad), payload
+
+        self._transport.send(target, Outgoing(prepare))
+
+    def send_numbers(self, target: StageIndex, key: Key, numbers: bytes) -> None:
+        self._transport.send(target, Outgoing(lambda: (MessageHeader(*_names(key)), numbers), urgent=True))
+
+    def bytes_sent(self) -> dict[StageIndex, int]:
+        return self._transport.bytes_sent()
+
+
+def _names(key: Key) -> tuple[MessageKind, int, int, EdgeId]:
+    return key.kind, key.step, key.micro_batch, EdgeId(key.edge)
+
+
+class MessageReceiver:
+    """Decodes what arrives, on the transport's threads, and delivers it to the stage."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        device: str,
+        on_lost: Callable[[StageIndex, str], None],
+        on_failure: Callable[[FusionError], None],
+    ) -> None:
+        self._runner = runner
+        self._device = device
+        self._on_lost = on_lost
+        self._on_failure = on_failure
+
+    def on_message(self, message: Incoming) -> None:
+        """Decode a message and deliver it; one that cannot be decoded fails the stage with its name."""
+        header = message.header
+        key = Key(header.kind, header.step, header.micro_batch, header.edge)
+        try:
+            content = self._content(message)
+        except WireError as error:
+            self._on_failure(
+                WireError(
+                    f"{header.kind.name.lower()} of edge {header.edge}, step {header.step}, micro-batch "
+                    f"{header.micro_batch} from stage {message.source}: {error}"
+                )
+            )
+            return
+        self._runner.deliver(key, content)
+
+    def on_lost(self, peer: StageIndex, reason: str) -> None:
+        """Pass the loss of a peer on."""
+        self._on_lost(peer, reason)
+
+    def _content(self, message: Incoming) -> Arrived:
+        header = message.header
+        if header.kind in (MessageKind.NORM, MessageKind.VERDICT):
+            return Arrived(numbers=bytes(message.payload), release=message.release)
+        if header.absent:
+            return Arrived(release=message.release)
+        if header.layout is None:
+            raise WireError("a tensor without a layout")
+        if header.codec != "none":
+            raise WireError(f"unknown codec {header.codec[:40]!r}")
+        tensor = raw.decode(header.layout, message.payload, self._device)
+        return Arrived(tensor, header.requires_grad, release=message.release)
+
+
+class PayloadLimits:
+    """The most memory that each message of a stage may take, by what the graph says about it, gaps included."""
+
+    def __init__(self, parts: Partition, stage: StageIndex) -> None:
+        values = parts.graph.values
+        shard = parts.shards[stage]
+        self._edges = {
+            edge: raw.MAX_GAP_FACTOR * values[parts.edges[edge].value].bytes
+            for edge in (*shard.incoming, *shard.outgoing)
+        }
+        self._uses = [raw.MAX_GAP_FACTOR * values[parts.shared[index].value].bytes for index, _ in all_uses(parts)]
+        parameters = sum(source.kind is InputKind.PARAMETER for source in parts.graph.inputs)
+        self._control = max(_VERDICT_BYTES, 8 * parameters)
+
+    def __call__(self, header: MessageHeader) -> int:
+        """Return the limit in bytes; WireError for an edge or a use that the stage does not have."""
+        if header.kind in _VALUE_KINDS:
+            if header.edge not in self._edges:
+                raise WireError(f"edge {header.edge} is not of this stage")
+            return self._edges[header.edge]
+        if header.kind is MessageKind.TIED:
+            if header.edge >= len(self._uses):
+                raise WireError(f"use {header.edge} does not exist")
+            return self._uses[header.edge]
+        return self._control

@@ -1,0 +1,227 @@
+"""What a daemon and its worker say to each other: JSON lines over the worker's stdin and stdout.
+
+The daemon's first line is a WorkerConfig; later lines are commands. Every line of the worker is a report.
+End of file on the worker's stdin means that the daemon is gone: the worker ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from fusion.base.errors import WireError
+
+StateName = Literal["starting", "ready", "running", "finished", "failed", "stopped"]
+Cause = Literal["", "error", "peer-lost", "crash", "out-of-memory", "lease"]
+Level = Literal["debug", "info", "warning", "error"]
+Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+TERMINAL_STATES: frozenset[str] = frozenset({"finished", "failed", "stopped"})
+PROGRESS_INTERVAL_S = 2.0  #: how often a worker says that it lives
+MAX_LINE_BYTES = 2**20  #: of a report
+MAX_TEXT = 4000  #: characters of a detail or a log entry that are kept
+
+ORPHANED_EXIT_CODE = 75  #: of a worker whose daemon is gone
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, tag="config"):
+    """What one worker is started with."""
+
+    assignment: bytes  #: a serialised Assignment; base64 on the line
+    listen: str  #: host:port to bind the data plane to
+    credentials_dir: str  #: of the node; renewed certificates appear there
+    coordinator: str  #: host:port of its mutual-TLS port
+    cache_dir: str  #: for blobs; made by the worker if it is missing
+    incarnation: int  #: of this node's registration
+    device: str = "cpu"  #: "cpu", "cuda:0", "mps"
+    threads: int = 1  #: compute threads, unless the job states its own
+    memory_limit_bytes: int = 0  #: what the owner lets a job use; 0: not limited
+    allow_data: tuple[str, ...] = ()  #: directories that a job's data may lie in
+    routes: dict[str, str] = {}  #: lab only: dial the right address wherever a peer states the left one
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End in order and say "stopped"."""
+
+    reason: str
+
+
+class StageStateReport(msgspec.Struct, frozen=True, tag="state"):
+    """The stage has come into a state. After a terminal one the worker ends."""
+
+    state: StateName
+    detail: str = ""  #: one line; of "failed" the cause in words
+    cause: Cause = ""  #: of "failed"
+    peer_stage: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1  #: of "peer-lost": the stage that was lost
+    weights_digest: str = ""  #: of "finished": the uploaded weights
+    weights_size_bytes: Count = 0
+
+
+class StepReport(msgspec.Struct, frozen=True, tag="step"):
+    """What the stage did in one step; figures may be NaN or infinite."""
+
+    step: Count  #: from 1
+    loss: float | None = None  #: from the loss stage
+    eval_loss: float | None = None
+    grad_norm: float | None = None  #: from stage 0
+    learning_rate: float = 0.0
+    skipped: bool = False
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    samples: Count = 0
+    tokens: Count = 0
+    sent: dict[Index, Count] = {}  #: payload bytes to each target stage
+    peak_memory_bytes: Count = 0
+
+
+class LogEntry(msgspec.Struct, frozen=True, tag="log"):
+    """A line for the job's log."""
+
+    level: Level
+    text: str
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """A sign of life with the stage's counters. A worker that sends none for long hangs."""
+
+    step: Count  #: last finished
+    micro_batches: Count  #: passes of micro-batches done so far, forward and backward; it only grows
+
+
+Command = Stop
+Report = StageStateReport | StepReport | LogEntry | Progress
+
+
+def encode(message: WorkerConfig | Command | Report) -> bytes:
+    """Return one JSON line, line end included. NaN and infinity are kept, as Python's own JSON writes them."""
+    return json.dumps(msgspec.to_builtins(message, str_keys=True), separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _decode(line: bytes, kind: Any, what: str) -> Any:
+    try:
+        return msgspec.convert(json.loads(line), kind, str_keys=True)
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise WireError(f"{what}: not understood: {line[:80]!r} ({error})") from None
+
+
+def decode_config(line: bytes) -> WorkerConfig:
+    """Return the configuration of a line; WireError if it is none."""
+    config: WorkerConfig = _decode(line, WorkerConfig, "worker configuration")
+    return config
+
+
+def decode_command(line: bytes) -> Command:
+    """Return the command of a line; WireError if it is none."""
+    command: Command = _decode(line, Command, "command to the worker")
+    return command
+
+
+def decode_report(line: bytes) -> Report:
+    """Return the report of a line; WireError if it is none."""
+    report: Report = _decode(line, Report, "report of the worker")
+    return report
+
+
+def one_line(text: str, limit: int = MAX_TEXT) -> str:
+    """Return `text` without line breaks, cut to `limit` characters."""
+    return " ".join(text.split())[:limit]
+
+
+def exit_orphaned() -> None:
+    """End this process at once: the daemon is gone, and nobody would hear of a cleaner end."""
+    os._exit(ORPHANED_EXIT_CODE)
+
+
+def _read_lines(descriptor: int) -> Iterator[bytes]:
+    """Yield lines. Not a file object: its lock, held by a waiting thread, would abort the interpreter's exit."""
+    pending = b""
+    while chunk := os.read(descriptor, 2**16):
+        *lines, pending = (pending + chunk).split(b"\n")
+        yield from lines
+
+
+class WorkerChannel:
+    """The worker's end. `report` and `progress` may be called from any thread."""
+
+    def __init__(self, commands: int, reports: int) -> None:
+        """Take two file descriptors: to read the daemon's lines from, and to write reports to."""
+        self._lines = _read_lines(commands)
+        self._reports = reports
+        self._write_lock = threading.Lock()
+        self._closed = threading.Event()
+        self._progress = Progress(0, 0)
+
+    @classmethod
+    def take_stdio(cls) -> WorkerChannel:
+        """Take this process's stdin and stdout for the protocol.
+
+        Afterwards stdin is empty, and everything printed to stdout goes to stderr, from C code as well, so that a
+        stray print cannot break the protocol.
+        """
+        sys.stdout.flush()
+        commands, reports = os.dup(0), os.dup(1)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, 0)
+        os.close(empty)
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        return cls(commands, reports)
+
+    def read_config(self) -> WorkerConfig:
+        """Return the daemon's first line. WireError if it is not a configuration or the daemon is gone."""
+        return decode_config(next(self._lines, b""))
+
+    def watch(self, on_stop: Callable[[str], None], on_orphaned: Callable[[], None] = exit_orphaned) -> None:
+        """Start two daemon threads: one waits for commands, one sends signs of life every PROGRESS_INTERVAL_S.
+
+        `on_stop(reason)` is called on the first one's thread for a Stop; `on_orphaned()` once the daemon is gone.
+        """
+        threading.Thread(target=self._watch, args=(on_stop, on_orphaned), name="ipc-commands", daemon=True).start()
+        threading.Thread(target=self._beat, name="ipc-progress", daemon=True).start()
+
+    def report(self, message: Report) -> None:
+        """Send one report; after the daemon is gone it goes nowhere."""
+        line = memoryview(encode(message))
+        with self._write_lock:
+            try:
+                while line:
+                    line = line[os.write(self._reports, line) :]
+            except OSError:  # a closed pipe: the watching thread sees the end of file
+                return
+
+    def state(self, state: StateName, detail: str = "", **rest: Any) -> None:
+        """Report a state of the stage; `rest` as in StageStateReport."""
+        self.report(StageStateReport(state, one_line(detail), **rest))
+
+    def log(self, level: Level, text: str) -> None:
+        """Send a line for the job's log."""
+        self.report(LogEntry(level, one_line(text)))
+
+    def progress(self, step: int, micro_batches: int) -> None:
+        """Set the counters of the next signs of life; costs nothing."""
+        self._progress = Progress(step, micro_batches)
+
+    def close(self) -> None:
+        """Stop the signs of life; what was reported has left already."""
+        self._closed.set()
+
+    def _watch(self, on_stop: Callable[[str], None], on_orphaned: Callable[[], None]) -> None:
+        for line in self._lines:
+            try:
+                on_stop(decode_command(line).reason)
+            except WireError as error:
+                on_stop(str(error))
+        if not self._closed.is_set():
+            on_orphaned()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(PROGRESS_INTERVAL_S):
+            self.report(self._progress)

@@ -1,0 +1,222 @@
+"""Starts the worker process, listens to it, ends it, and says how it ended. One worker at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import fusion
+import fusion_node
+from fusion.base.errors import WireError
+from fusion.base.units import MIB
+from fusion_node.agent import WorkerExited, WorkerReported
+from fusion_node.ipc import MAX_LINE_BYTES, Cause, LogEntry, Stop, WorkerConfig, decode_report, encode, one_line
+
+WORKER_COMMAND = (sys.executable, "-P", "-m", "fusion_node.worker")
+MAX_LOG_BYTES = 8 * MIB  #: of one file; a worker has at most two, the older ends in ".1"
+MAX_LOG_FILES = 20  #: of a node
+TAIL_LINES, TAIL_CHARACTERS = 3, 600  #: of the worker's stderr that go into the reason of its failure
+PIPE_LINGER_S = 2.0  #: how long to read on after the process has gone
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+_OUT_OF_MEMORY = re.compile(r"\b(MemoryError|OutOfMemoryError|out of memory|can't allocate memory)\b", re.IGNORECASE)
+
+
+class BoundedLog:
+    """A log file of bounded size which remembers its last lines. A full disk loses lines, and nothing else."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
+        self.path, self._max_bytes = path, max_bytes
+        self._size_bytes = 0
+        self._tail = bytearray()
+
+    def write(self, data: bytes) -> None:
+        """Append `data`; beyond the limit the file starts anew and the old one is kept as "<name>.1"."""
+        self._tail = (self._tail + data)[-8192:]
+        try:
+            if self._size_bytes + len(data) > self._max_bytes and self._size_bytes:
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+                self._size_bytes = 0
+            with self.path.open("ab" if self._size_bytes else "wb") as file:
+                file.write(data)
+            self._size_bytes += len(data)
+        except OSError:
+            return
+
+    def tail(self) -> str:
+        """Return the last lines as one."""
+        lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines()]
+        return " | ".join(deque((line for line in lines if line), TAIL_LINES))[-TAIL_CHARACTERS:]
+
+
+def worker_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a worker: its thread count, and a path on which it finds this very package."""
+    environment = dict(os.environ if base is None else base)
+    environment.update({name: str(threads) for name in THREAD_VARIABLES})
+    environment["PYTHONFAULTHANDLER"] = "1"  # a crash in C code leaves its stack in the log
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    roots = [str(Path(str(package.__file__)).resolve().parents[1]) for package in (fusion, fusion_node)]
+    # Only of a checkout: site-packages on PYTHONPATH would come before the standard library.
+    paths = [root for root in roots if root not in installed]
+    if "PYTHONPATH" in environment:
+        paths.append(environment["PYTHONPATH"])
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return environment
+
+
+def _kernel_oom_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory; -1 where it does not say."""
+    try:
+        match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return -1
+    return int(match[1]) if match else -1
+
+
+def describe_exit(returncode: int, tail: str, oom_kills: int) -> tuple[Cause, str]:
+    """Return cause and detail of a worker that ended unasked; `oom_kills`: by the kernel while it ran."""
+    after = f": {tail}" if tail else ""
+    if returncode == -signal.SIGKILL:
+        if oom_kills > 0:
+            return "out-of-memory", f"worker killed by the kernel: out of memory{after}"
+        return "crash", f"worker killed by signal 9 (out of memory?){after}"
+    if returncode < 0:
+        try:
+            name = signal.Signals(-returncode).name
+        except ValueError:
+            name = "unknown"
+        return "crash", f"worker killed by signal {-returncode} ({name}){after}"
+    cause: Cause = "out-of-memory" if _OUT_OF_MEMORY.search(tail) else "crash"
+    return cause, f"worker ended with exit code {returncode} without having finished{after}"
+
+
+class Supervisor:
+    """Runs one worker process at a time and turns what it does into events for the agent."""
+
+    def __init__(
+        self,
+        logs: Path,
+        on_event: Callable[[WorkerReported | WorkerExited], None],
+        command: Sequence[str] = WORKER_COMMAND,
+    ) -> None:
+        self._logs, self._on_event, self._command = logs, on_event, tuple(command)
+        self._process: asyncio.subprocess.Process | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._task: asyncio.Task[None] | None = None
+        self._early_stops: list[tuple[str, float, bool]] = []  #: asked for while the process was being made
+
+    @property
+    def pid(self) -> int | None:
+        """The running worker's process id."""
+        return self._process.pid if self._process else None
+
+    def start(self, config: WorkerConfig, name: str) -> None:
+        """Start a worker with `config`; `name` (a safe file name) is its log's. WorkerExited comes in any case."""
+        if self._task is not None and not self._task.done():
+            raise RuntimeError("a worker is still running")
+        self._task = asyncio.get_running_loop().create_task(self._run(config, name), name="worker")
+
+    def stop(self, reason: str, grace_s: float, ask: bool = True) -> None:
+        """Ask the worker to end, send SIGTERM after half of `grace_s` and SIGKILL after all of it."""
+        process = self._process
+        if process is None:
+            if self._task is not None and not self._task.done():
+                self._early_stops.append((reason, grace_s, ask))
+            return
+        if ask and grace_s > 0 and process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(encode(Stop(reason)))
+        loop = asyncio.get_running_loop()
+        if grace_s > 0:
+            self._timers.append(loop.call_later(grace_s / 2, self._signal, process, signal.SIGTERM))
+        self._timers.append(loop.call_later(grace_s, self._signal, process, signal.SIGKILL))
+
+    async def close(self) -> None:
+        """Kill the worker, if there is one, and wait until nothing of it is left."""
+        self.stop("the daemon ends", 0.0)
+        if self._task is not None:
+            await self._task
+
+    @staticmethod
+    def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+        if process.returncode is not None:
+            return
+        try:  # the worker leads a process group of its own
+            os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return
+
+    async def _run(self, config: WorkerConfig, name: str) -> None:
+        oom_kills = _kernel_oom_kills()
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            prune_logs(self._logs)
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=worker_environment(config.threads),
+                start_new_session=True,  # Ctrl-C in the daemon's terminal is for the daemon alone
+                limit=MAX_LINE_BYTES,
+            )
+        except OSError as error:
+            self._early_stops.clear()
+            self._on_event(WorkerExited("error", f"worker did not start: {error}"))
+            return
+        self._process = process
+        assert process.stdin is not None  # asked for above
+        process.stdin.write(encode(config))  # not waited for: if the worker dies of it, its exit says how
+        for early in self._early_stops:
+            self.stop(*early)
+        self._early_stops.clear()
+        log = BoundedLog(self._logs / f"{name}.log")
+        readers = asyncio.gather(self._read_reports(process), _copy_errors(process, log))
+        returncode = await process.wait()
+        with contextlib.suppress(TimeoutError):  # a child of the worker may hold its pipes open
+            await asyncio.wait_for(readers, PIPE_LINGER_S)
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self._process = None
+        _close_pipes(process)
+        self._on_event(WorkerExited(*describe_exit(returncode, log.tail(), _kernel_oom_kills() - oom_kills)))
+
+    async def _read_reports(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while True:
+            try:
+                line = await process.stdout.readline()
+                if not line:
+                    return
+                self._on_event(WorkerReported(decode_report(line)))
+            except (WireError, ValueError) as error:  # ValueError: a line over the limit
+                self._on_event(WorkerReported(LogEntry("warning", one_line(str(error)))))
+
+
+def _close_pipes(process: asyncio.subprocess.Process) -> None:
+    """asyncio closes them only when the object is collected, and a child of the worker may hold them open."""
+    transport = getattr(process, "_transport", None)
+    if transport is not None:
+        transport.close()
+
+
+async def _copy_errors(process: asyncio.subprocess.Process, log: BoundedLog) -> None:
+    assert process.stderr is not None
+    while data := await process.stderr.read(2**16):
+        # On a thread: a slow disk must not hold up the heartbeat.
+        await asyncio.to_thread(log.write, data)
+
+
+def prune_logs(directory: Path, keep: int = MAX_LOG_FILES - 2) -> None:
+    """Delete all but the `keep` newest log files."""
+    files = sorted(directory.glob("worker-*.log*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files[keep:]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,313 @@
+"""One worker: the process that holds torch, runs one stage of one job, and talks to the workers of the other stages.
+
+Started by the daemon with a configuration on stdin (see `fusion_node.ipc`). It ends when the job's last step is done,
+when it is told to stop, when a peer is lost, or when its daemon is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fusion.base.errors import ConfigError, DataError, FusionError, StoppedError, UnreachableError
+from fusion.base.ids import Incarnation, JobId, StageIndex
+from fusion.base.units import MIB, format_bytes
+from fusion.graph.dag import InputKind
+from fusion.graph.partition import Partition, partition
+from fusion.plan.types import Plan
+from fusion.protocol.graph import graph_from_proto
+from fusion.protocol.job import DataSpec, JobSpec, job_from_proto
+from fusion.protocol.plan import plan_from_proto
+from fusion.runtime.data import DataSet, files_needed, open_data
+from fusion.runtime.executor import ShardExecutor
+from fusion.runtime.local import apply_settings
+from fusion.runtime.machine import StageRole
+from fusion.runtime.schedule import make_schedule
+from fusion.runtime.stage import StageRecord, StageRunner
+from fusion.runtime.tensorfile import load_tensors, save_tensors
+from fusion.security.credentials import Credentials
+from fusion.security.roles import Access, Authorizer
+from fusion.security.tls import coordinator_server_name, server_credentials
+from fusion.transport.blobs import BlobClient
+from fusion.transport.channels import open_channel
+from fusion.transport.grpc import GrpcTransport, PeerInfo
+from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
+from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox
+from fusion_node.ipc import StepReport, WorkerChannel, WorkerConfig
+from fusion_node.usage import peak_memory_bytes
+
+CONNECT_TIMEOUT_S = 120.0
+MAX_GRAPH_BYTES = 256 * MIB
+
+
+class PeerLostError(UnreachableError):
+    """A stage that this one exchanges messages with is gone."""
+
+    def __init__(self, peer: StageIndex, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the assignment says, read and checked."""
+
+    job_id: JobId
+    job: JobSpec
+    plan: Plan
+    stage: StageIndex
+
+    @staticmethod
+    def read(assignment: bytes) -> Task:
+        """Parse an assignment; ConfigError or WireError if it is not one."""
+        message = plan_pb2.Assignment.FromString(assignment)
+        spec = job_pb2.JobSpec.FromString(message.job_spec)
+        plan = plan_from_proto(message.plan)
+        if message.stage >= len(plan.stages):
+            raise ConfigError(f"assignment: stage {message.stage} of a plan with {len(plan.stages)} stages")
+        return Task(JobId(message.job_id), job_from_proto(spec), plan, StageIndex(message.stage))
+
+
+class Worker:
+    """Runs one stage from its assignment to the upload of its weights."""
+
+    def __init__(self, config: WorkerConfig, channel: WorkerChannel) -> None:
+        self._config = config
+        self._channel = channel
+        self._task = Task.read(config.assignment)
+        self._credentials = Credentials.load(Path(config.credentials_dir))
+        self._stop_reason: str | None = None
+        self._lost: PeerLostError | None = None
+        self._failure: FusionError | None = None
+        self._finished = threading.Event()
+        self._connecting: GrpcTransport | None = None
+        self._passes = 0
+        self._step = 0
+
+    def stop(self, reason: str) -> None:
+        """Ask the worker to end in order; may be called from any thread."""
+        self._stop_reason = reason or "stopped"
+        if self._connecting is not None:
+            self._connecting.close(self._stop_reason)
+
+    def run(self) -> None:
+        """Work until the end; reports every state. Raises what made it fail."""
+        server_name = coordinator_server_name(self._credentials.cluster)
+        with open_channel(self._config.coordinator, self._credentials, server_name) as control:
+            blobs = BlobClient(control)
+            self._channel.state("starting")
+            parts = self._load_partition(blobs)
+            runner, transport = self._build(parts, blobs)
+            reason = "failed"
+            try:
+                self._channel.state("ready")
+                transport.start(
+                    MessageReceiver(runner, self._config.device, self._on_lost, self._on_failure), CONNECT_TIMEOUT_S
+                )
+                self._channel.state("running")
+                runner.run(self._look)
+                self._finished.set()
+                self._finish(runner.executor, parts, blobs)
+                reason = "finished"
+            finally:
+                transport.close(self._stop_reason or reason)
+
+    def _load_partition(self, blobs: BlobClient) -> Partition:
+        message = graph_pb2.Graph.FromString(blobs.download_bytes(self._task.job.graph, MAX_GRAPH_BYTES))
+        cuts = [stage.first_operator for stage in self._task.plan.stages[1:]]
+        return partition(graph_from_proto(message), cuts)
+
+    def _build(self, parts: Partition, blobs: BlobClient) -> tuple[StageRunner, GrpcTransport]:
+        job, plan, stage = self._task.job, self._task.plan, self._task.stage
+        self._check_memory()
+        torch.set_num_threads(max(1, self._config.threads))
+        apply_settings(job)
+        names = [
+            source.name
+            for source in map(parts.graph.input_of.__getitem__, parts.shards[stage].inputs)
+            if source.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT)
+        ]
+        executor = ShardExecutor(
+            parts,
+            stage,
+            load_tensors(blobs.reader(job.weights), names),
+            device=self._config.device,
+            seed=job.seed,
+            precision=job.precision,
+            draw_on_cpu=job.determinism == "strict",
+        )
+        transport = self._make_transport(parts)
+        schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)[stage]
+        runner = StageRunner(
+            job,
+            parts,
+            schedule,
+            executor,
+            self._open_data(job.data, executor, blobs),
+            None if job.eval_data is None else self._open_data(job.eval_data, executor, blobs),
+            WireOutbox(transport),
+            self._on_step,
+        )
+        return runner, transport
+
+    def _check_memory(self) -> None:
+        need, limit = self._task.plan.stages[self._task.stage].memory_bytes, self._config.memory_limit_bytes
+        if limit and need > limit:
+            raise ConfigError(
+                f"stage {self._task.stage} needs about {format_bytes(need)}, this node's owner allows "
+                f"{format_bytes(limit)}; raise --max-memory or use more nodes"
+            )
+
+    def _open_data(self, spec: DataSpec, executor: ShardExecutor, blobs: BlobClient) -> DataSet | None:
+        """Open what this stage reads of the data: its graph's inputs, and the labels that weigh its loss."""
+        fields = set(executor.batch_fields)
+        if executor.makes_loss and self._task.job.loss_weight.field:
+            fields.add(self._task.job.loss_weight.field)
+        if not fields:
+            return None
+        needed = files_needed(spec, fields)
+        files = [self._data_file(spec, index, blobs) if index in needed else None for index in range(len(spec.files))]
+        return open_data(spec, files, fields)
+
+    def _data_file(self, spec: DataSpec, index: int, blobs: BlobClient) -> Path:
+        file = spec.files[index]
+        if file.blob is None:
+            return self._allowed_path(file.node_path)
+        path = Path(self._config.cache_dir) / "data" / file.blob.digest
+        if not (path.exists() and path.stat().st_size == file.blob.size_bytes):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._channel.log("info", f"fetching {format_bytes(file.blob.size_bytes)} of data")
+            blobs.download_file(file.blob, path)
+        return path
+
+    def _allowed_path(self, text: str) -> Path:
+        path = Path(text).resolve()
+        for directory in self._config.allow_data:
+            if path.is_relative_to(Path(directory).resolve()):
+                return path
+        allowed = ", ".join(self._config.allow_data) or "none"
+        raise DataError(
+            f"data path {text[:200]!r} is not allowed on this node; allowed directories (--allow-data): {allowed}"
+        )
+
+    def _make_transport(self, parts: Partition) -> GrpcTransport:
+        plan, stage = self._task.plan, self._task.stage
+        peers = {
+            peer: PeerInfo(planned.node, planned.node_name, planned.address, planned.incarnation)
+            for peer in StageRole.of(parts, stage).peers(parts)
+            for planned in (plan.stages[peer],)
+        }
+        return GrpcTransport(
+            credentials=self._credentials,
+            server_tls=server_credentials(Path(self._config.credentials_dir)),
+            interceptors=[Authorizer(Access(self._credentials.cluster))],
+            listen=self._config.listen,
+            job=self._task.job_id,
+            epoch=plan.epoch,
+            stage=stage,
+            incarnation=Incarnation(self._config.incarnation),
+            peers=peers,
+            limit=PayloadLimits(parts, stage),
+            routes=self._config.routes,
+        )
+
+    def _connect(self, transport: GrpcTransport, runner: StageRunner) -> None:
+        """Wait for all peers; a stop that comes meanwhile ends the wait."""
+        receiver = MessageReceiver(runner, self._config.device, self._on_lost, self._on_failure)
+        self._connecting = transport
+        try:
+            if self._stop_reason is None:
+                transport.start(receiver, CONNECT_TIMEOUT_S)
+        except FusionError:
+            if self._stop_reason is None:
+                raise
+        finally:
+            self._connecting = None
+        if self._stop_reason is not None:
+            raise StoppedError(self._stop_reason)
+
+    def _on_lost(self, peer: StageIndex, reason: str) -> None:
+        name = self._task.plan.stages[peer].node_name
+        if not self._finished.is_set() and self._lost is None:
+            self._lost = PeerLostError(peer, f"lost stage {peer} on node {name}: {reason}")
+
+    def _on_failure(self, error: FusionError) -> None:
+        self._failure = self._failure or error
+
+    def _look(self) -> str | None:
+        """Called between instructions: say that the worker lives, and end it where it must."""
+        self._passes += 1
+        self._channel.progress(self._step, self._passes)
+        if self._failure is not None:
+            raise self._failure
+        if self._stop_reason is None and self._lost is not None:
+            raise self._lost
+        return self._stop_reason
+
+    def _on_step(self, record: StageRecord) -> None:
+        self._step = record.step
+        self._channel.report(
+            StepReport(
+                step=record.step,
+                loss=record.loss,
+                eval_loss=record.eval_loss,
+                grad_norm=record.grad_norm,
+                learning_rate=record.learning_rate,
+                skipped=record.skipped,
+                step_s=record.step_s,
+                compute_s=record.compute_s,
+                wait_s=record.wait_s,
+                samples=record.samples,
+                tokens=record.tokens,
+                sent={int(target): count for target, count in record.sent_bytes.items()},
+                peak_memory_bytes=peak_memory_bytes(self._config.device),
+            )
+        )
+
+    def _finish(self, executor: ShardExecutor, parts: Partition, blobs: BlobClient) -> None:
+        """Upload the stage's parameters and buffers; a shared parameter comes from the first of its holders."""
+        stage = self._task.stage
+        names = {value: source.name for value, source in parts.graph.input_of.items()}
+        foreign = {names[shared.value] for shared in parts.shared if stage in shared.holders[1:]}
+        tensors = {name: tensor for name, tensor in executor.parameters.items() if name not in foreign}
+        tensors |= executor.buffers
+        directory = Path(self._config.cache_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix="weights-", suffix=".safetensors") as file:
+            save_tensors(Path(file.name), tensors)
+            blob = blobs.upload_file(Path(file.name))
+        self._channel.state("finished", weights_digest=blob.digest, weights_size_bytes=blob.size_bytes)
+
+
+def main() -> None:
+    """Run one worker over this process's stdin and stdout."""
+    channel = WorkerChannel.take_stdio()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # strict determinism on CUDA asks for it
+    try:
+        worker = Worker(channel.read_config(), channel)
+        channel.watch(worker.stop)
+        worker.run()
+    except PeerLostError as error:
+        channel.state("failed", str(error), cause="peer-lost", peer_stage=error.peer)
+    except StoppedError as error:
+        channel.state("stopped", str(error))
+    except FusionError as error:
+        channel.state("failed", str(error), cause="error")
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        channel.state("failed", f"out of memory: {error}", cause="out-of-memory")
+    except Exception as error:  # noqa: BLE001 - the process ends here; the daemon must hear why
+        traceback.print_exc()
+        channel.state("failed", f"{type(error).__name__}: {error}", cause="error")
+    channel.close()
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()
