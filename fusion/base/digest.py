@@ -41,4 +41,9 @@ class BlobHasher:
 
     def hexdigest(self) -> str:
         """Return the blob's digest in lower-case hex."""
-        return hashlib.sha256(self.chunk_digests()).hexdigest()
+        return digest_of_chunks(self.chunk_digests())
+
+
+def digest_of_chunks(chunk_digests: bytes) -> str:
+    """Return, in lower-case hex, the digest of the blob whose chunks have these concatenated sha256."""
+    return hashlib.sha256(chunk_digests).hexdigest()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fusion.base.ids import ValueId
 from fusion.capture.places import Place
-from fusion.graph.dag import Argument, InputKind, Operator, Ref, refs
-from fusion.graph.operators import TABLE, shared_values, written_values
+from fusion.graph.dag import Argument, InputKind, Operator, Ref
+from fusion.graph.operators import TABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class DraftGraph:
 
 
 def tidy(graph: DraftGraph) -> DraftGraph:
-    """Drop what the loss does not need, move late buffer updates up to where they can happen, and renumber."""
-    return _renumber(_hoist_updates(_drop_dead(graph)))
+    """Drop what the loss does not need, and renumber."""
+    return _renumber(_drop_dead(graph))
 
 
 def _drop_dead(graph: DraftGraph) -> DraftGraph:
@@ -61,16 +61,33 @@ def _drop_dead(graph: DraftGraph) -> DraftGraph:
     return DraftGraph(inputs, tuple(reversed(kept)), graph.loss)
 
 
-def _hoist_updates(graph: DraftGraph) -> DraftGraph:
-    """Move `buffer.copy_(new)` up to just after the last use of what it touches.
+def _renumber(graph: DraftGraph) -> DraftGraph:
+    number: dict[ValueId, ValueId] = {}
+    for value in _all_values(graph):
+        number[value] = ValueId(len(number))
+    inputs = tuple(replace(item, value=number[item.value]) for item in graph.inputs)
+    drafts = tuple(replace(draft, operator=_with_numbers(draft.operator, number)) for draft in graph.drafts)
+    return DraftGraph(inputs, drafts, number[graph.loss])
 
-    torch.export puts the assignment of a buffer at the very end, which would tie the first stage to the last.
-    """
-    buffers = {item.value for item in graph.inputs if item.kind is InputKind.BUFFER}
-    drafts = list(graph.drafts)
-    for position in range(len(drafts)):
-        operator = drafts[position].operator
-        if operator.name == "aten.copy_.default" and not operator.outputs_read_by(drafts) and _written(operator) <= buffers:
-            target = _first_free_position(drafts, position)
-            drafts.insert(target, drafts.pop(position))
-    return replace(graph, drafts=tuple(drafts))
+
+def _all_values(graph: DraftGraph) -> Iterable[ValueId]:
+    yield from (item.value for item in graph.inputs)
+    for draft in graph.drafts:
+        yield from draft.operator.outputs
+
+
+def _with_numbers(operator: Operator, number: dict[ValueId, ValueId]) -> Operator:
+    return replace(
+        operator,
+        arguments=tuple(_renamed(item, number) for item in operator.arguments),
+        keywords=tuple((key, _renamed(item, number)) for key, item in operator.keywords),
+        outputs=tuple(number[value] for value in operator.outputs),
+    )
+
+
+def _renamed(argument: Argument, number: dict[ValueId, ValueId]) -> Argument:
+    if isinstance(argument, Ref):
+        return Ref(number[argument.value])
+    if isinstance(argument, tuple):
+        return tuple(_renamed(item, number) for item in argument)
+    return argument

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion.base.errors import CaptureError
+from fusion.capture.guards import guarded
 
 Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
 
@@ -79,10 +80,10 @@ class Step(nn.Module):
     def forward(self, fields: tuple[Tensor, ...]) -> Tensor:
         """Return the scalar loss of one micro-batch."""
         batch = dict(zip(self.fields, fields, strict=True))
-        outputs = self.model(
-            *(batch[name] for name in self.call.positional), **{name: batch[name] for name in self.call.keywords}
-        )
-        return find_loss(outputs, batch, self._loss[0])
+        arguments = (batch[name] for name in self.call.positional)
+        keywords = {name: batch[name] for name in self.call.keywords}
+        with guarded():
+            return find_loss(self.model(*arguments, **keywords), batch, self._loss[0])
 
 
 def find_loss(outputs: Any, batch: Mapping[str, Tensor], loss: Loss | None) -> Tensor:
@@ -101,9 +102,13 @@ def _check_scalar(value: Any, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise CaptureError(f"{what} a {type(value).__name__}; allowed: a scalar tensor")
     if value.dim() != 0 or not value.is_floating_point():
-        shown = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-        raise CaptureError(f"{what} a {shown}; allowed: a floating-point scalar, for example its .mean(); {_THREE_WAYS}")
+        shown = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {_shape(value)}"
+        raise CaptureError(f"{what} a {shown}; allowed: a floating-point scalar, such as its .mean(); {_THREE_WAYS}")
     return value
+
+
+def _shape(value: Tensor) -> str:
+    return f"({', '.join(str(size) if isinstance(size, int) else 'batch' for size in value.shape)})"
 
 
 def check_loss(loss: Loss | None) -> None:

@@ -8,7 +8,7 @@ import logging
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,26 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export import Dim, ExportedProgram
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from fusion.base.errors import CaptureError
 from fusion.capture.entry import Step
-from fusion.capture.places import place_of_error
+from fusion.capture.guards import NotCapturableError
+from fusion.capture.places import came_through, place_of_error, readable_places
 
 _ASSIGNED = re.compile(r"self\.([\w.]+)")
 _LOGGERS = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", "torch._subclasses", "torch.fx.experimental")
-
-
-class NotCapturableError(Exception):
-    """Something in the model's own code that a graph cannot hold: what it does, and what to do instead."""
-
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what, remedy)
-        self.what = what
-        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +44,28 @@ def export_step(step: Step, fields: tuple[Tensor, ...], *, dynamic: bool) -> Exp
     """
     shape = {0: Dim("batch", min=1)} if dynamic else None
     shapes = {"fields": tuple(shape for _ in fields)}
-    with _quiet() as caught, _neutral_state(), _only_what_a_graph_holds():
+    with _quiet() as caught, readable_places():
         program = torch.export.export(step, (fields,), dynamic_shapes=shapes, strict=False)
     return Exported(program, dynamic, tuple(_assigned_attributes(caught)))
 
 
 def explain(error: Exception, model: nn.Module) -> CaptureError:
     """Return one clear line for an exception out of `export_step`: where in the model, what, and what to change."""
-    if isinstance(error, CaptureError):
-        return error
     what, remedy = _what_and_remedy(error)
-    explained = CaptureError(f"{place_of_error(error, model)}: {what}; {remedy}")
-    explained.__cause__ = error
-    return explained
+    return CaptureError(f"{place_of_error(error, model)}: {what}; {remedy}")
 
 
 def _what_and_remedy(error: Exception) -> tuple[str, str]:
     if isinstance(error, NotCapturableError):
         return error.what, error.remedy
+    if came_through(error, "_higher_order_ops"):
+        return (
+            "it uses a control-flow operator (torch.cond, while_loop, scan, ...), which cannot be captured",
+            "use torch.where, masks or a plain Python loop of fixed length",
+        )
     text = str(error).strip() or type(error).__name__
     first_line = " ".join(text.splitlines()[0].split())
-    if "data-dependent" in text or type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+    if "data-dependent" in text or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return (
             "it decides by the values of a tensor (an if, a loop, .item(), int() or a shape that depends on data)",
             "use torch.where, masks or fixed shapes instead, so that every batch runs the same operators",
@@ -84,7 +75,7 @@ def _what_and_remedy(error: Exception) -> tuple[str, str]:
             "it takes a tensor out of PyTorch's sight (.data, .numpy() or a copy kept elsewhere)",
             "use .detach() and PyTorch operators instead",
         )
-    return f"{type(error).__name__}: {first_line[:300]}", "run the model once on this batch to see whether it works at all"
+    return f"{type(error).__name__}: {first_line[:300]}", "see whether the model runs on this batch by itself"
 
 
 @contextmanager
@@ -111,9 +102,9 @@ def _assigned_attributes(caught: list[warnings.WarningMessage]) -> Iterator[str]
 
 
 @contextmanager
-def _neutral_state() -> Iterator[None]:
-    """Export in the modes that training uses, and leave modes and random states as they were."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+def neutral_state() -> Iterator[None]:
+    """Run the block in the modes that training uses, and leave modes and random states as they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
@@ -122,54 +113,15 @@ def _neutral_state() -> Iterator[None]:
     ):
         try:
             yield
-            if random.getstate() != python_state or not _same(np.random.get_state(), numpy_state):  # noqa: NPY002
+            if random.getstate() != python_state or not _same(np.random.get_state(), numpy_state):
                 raise CaptureError(
                     "model: its forward draws from Python's or NumPy's random numbers, which a graph would freeze; "
                     "draw with torch (torch.rand, dropout) instead"
                 )
         finally:
             random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
+            np.random.set_state(numpy_state)
 
 
 def _same(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-class _Refusals(TorchFunctionMode):
-    """Refuses calls that torch.export drops or freezes without a word, which would change the gradients."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            raise NotCapturableError(
-                "it registers a hook on a tensor's gradient, which a graph cannot hold",
-                "remove the hook, or compute the effect in forward",
-            )
-        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
-            raise NotCapturableError(
-                "it runs a backward pass inside forward, which a graph cannot hold",
-                "keep forward to the forward pass",
-            )
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _only_what_a_graph_holds() -> Iterator[None]:
-    """Refuse custom backward passes (export would differentiate their forward instead), and see through checkpoints."""
-    original = Function.__dict__["apply"]
-
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            run: Callable[..., Any] = args[0]
-            return run(*args[2:])  # a re-entrant checkpoint: (function, preserve_rng_state, *arguments)
-        raise NotCapturableError(
-            f"it uses {cls.__name__}, a torch.autograd.Function, whose own backward a graph cannot hold",
-            "write it with PyTorch operators, for example x + (f(x) - x).detach() for a straight-through estimate",
-        )
-
-    Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    try:
-        with _Refusals():
-            yield
-    finally:
-        Function.apply = original  # type: ignore[method-assign]

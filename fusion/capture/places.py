@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import StackSummary
 from types import FrameType, TracebackType
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TracerBase
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _REPEATED_CALL = re.compile(r"@\d+$")
 _OWN = str(Path(__file__).parent)
+_STEP = str(Path(__file__).with_name("entry.py"))
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _SITE_PACKAGES = "site-packages"
@@ -50,7 +54,7 @@ def module_path_of_node(node: fx.Node, prefix: str) -> str:
 
 
 def place_of_error(error: BaseException, model: nn.Module) -> Place:
-    """Return the innermost spot of the user's own code, and the innermost module of `model`, that `error` came through."""
+    """Return the innermost line of the user's own code, and the innermost module of `model`, that raised `error`."""
     names = {id(module): name for name, module in model.named_modules()}
     path: str | None = None
     source = ""
@@ -71,11 +75,40 @@ def _frames_inside_out(traceback: TracebackType | None) -> Iterator[tuple[FrameT
     yield from reversed(frames)
 
 
+def came_through(error: BaseException, folder: str) -> bool:
+    """Whether `error` was raised inside the given folder of torch."""
+    return any(
+        frame.f_code.co_filename.startswith(f"{_TORCH}/{folder}/")
+        for frame, _ in _frames_inside_out(error.__traceback__)
+    )
+
+
+@contextmanager
+def readable_places() -> Iterator[None]:
+    """Make torch note every line of the user's code on a node, not only those in functions called "forward".
+
+    Where torch has no such method, its own choice of lines stays.
+    """
+    original = getattr(TracerBase, "_filter_traceback_frames", None)
+    if original is None:
+        yield
+        return
+    TracerBase._filter_traceback_frames = _users_frames  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
+
+
+def _users_frames(_: TracerBase, stack: StackSummary) -> StackSummary:
+    """Keep the frames inside the step that is captured which are the user's own."""
+    first = max((index for index, frame in enumerate(stack) if frame.filename == _STEP), default=0)
+    return StackSummary.from_list([frame for frame in stack[first:] if _is_users(frame.filename)])
+
+
 def _source_of_node(node: fx.Node) -> str:
-    frames = _FRAME.findall(node.stack_trace or "")
-    users = [(file, line) for file, line in frames if _is_users(file)]
-    file, line = (users or frames or [("", "0")])[-1]
-    return _shown(file, int(line)) if file else ""
+    users = [(file, line) for file, line in _FRAME.findall(node.stack_trace or "") if _is_users(file)]
+    return _shown(users[-1][0], int(users[-1][1])) if users else ""
 
 
 def _is_users(file: str) -> bool:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion.base.errors import CaptureError
 from fusion.graph.dag import DTYPE_BYTES, InputKind
 
 BUFFER_PREFIX = "$buffer."
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(slots=True)
@@ -71,8 +75,8 @@ def _named_tensors(model: nn.Module, persistent: dict[str, int]) -> list[tuple[s
 
 
 def _check_tensor(path: str, tensor: Tensor) -> None:
-    if isinstance(tensor, UninitializedTensorMixin):
-        raise CaptureError(f"{path}: its shape is not known yet; run the lazy module on one batch before handing it over")
+    if is_lazy(tensor):
+        raise CaptureError(f"{path}: its shape is not known yet; run the lazy module once on a batch first")
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureError(
             f"{path}: a {type(tensor).__name__} with layout {tensor.layout} cannot be shipped; "
@@ -83,13 +87,6 @@ def _check_tensor(path: str, tensor: Tensor) -> None:
         raise CaptureError(f"{path}: dtype {dtype} is not supported; allowed: {', '.join(DTYPE_BYTES)}")
     if getattr(tensor, "_backward_hooks", None) or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise CaptureError(f"{path}: it has a gradient hook, which cannot be captured; remove the hook")
-
-
-def check_module_hooks(model: nn.Module) -> None:
-    """Raise CaptureError if a module has a backward hook: it would be dropped without a word."""
-    for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(f"module {path!r}: it has a backward hook, which cannot be captured; remove the hook")
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
@@ -120,13 +117,12 @@ def _check_overlaps(weights: tuple[Weight, ...]) -> None:
         tensor = weight.tensor
         if tensor.numel() == 0:
             continue
-        first = tensor.storage_offset()
+        first = int(tensor.storage_offset())
         last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((first, last, weight))
     for spans in by_storage.values():
-        spans.sort(key=lambda span: span[:2])
-        for (_, last, one), (first, _, other) in zip(spans, spans[1:], strict=False):
-            if first <= last and (one.trainable or other.trainable):
+        for (start, end, one), (first, last, other) in combinations(spans, 2):
+            if start <= last and first <= end and (one.trainable or other.trainable):
                 raise CaptureError(
                     f"{other.name}: it is a different view of the memory of {one.name!r}; "
                     "compute the view in forward (for example F.linear(x, weight.t())) or give it a copy (.clone())"
@@ -149,28 +145,56 @@ def stand_ins(model: nn.Module, weights: Weights, mode: FakeTensorMode) -> Itera
     So the capture neither needs the weights (they may be on the meta device or a GPU) nor can change them.
     """
     fakes = {id(weight): stand_in(weight.tensor, mode) for weight in weights.weights}
-    originals: list[tuple[nn.Module, str, Tensor]] = []
-    plain: list[tuple[nn.Module, str, Tensor]] = []
+    before = [_Before.of(module) for module in model.modules()]
     try:
         for prefix, module in model.named_modules():
-            for name, tensor in _own_tensors(module):
-                path = f"{prefix}.{name}" if prefix else name
-                originals.append((module, name, tensor))
+            for name, _ in _own_tensors(module):
+                weight = weights.by_path[f"{prefix}.{name}" if prefix else name]
                 # setattr, because some modules (LSTM) keep a second list of their parameters up to date in it
-                setattr(module, name, fakes[id(weights.by_path[path])])
+                setattr(module, name, fakes[id(weight)])
             for name, value in list(module.__dict__.items()):
                 if isinstance(value, Tensor) and value.device.type != "cpu":
-                    plain.append((module, name, value))
                     module.__dict__[name] = stand_in(value, mode) if value.is_meta else value.detach().cpu()
         yield
     finally:
-        for module, name, tensor in reversed(originals):
-            setattr(module, name, tensor)
-        for module, name, value in plain:
-            module.__dict__[name] = value
+        for state in before:
+            state.restore()
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A module's attributes, parameters, buffers and submodules before its forward ran."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    tensors: list[tuple[str, Tensor]]
+    registered: dict[str, dict[str, Any]]
+    non_persistent: set[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Before:
+        registered = {name: dict(getattr(module, name)) for name in _REGISTERED}
+        return cls(
+            module, dict(module.__dict__), _own_tensors(module), registered, set(module._non_persistent_buffers_set)
+        )
+
+    def restore(self) -> None:
+        """Put everything back, and remove what forward added."""
+        _restore_dict(self.module.__dict__, self.attributes)
+        for name, tensor in self.tensors:
+            setattr(self.module, name, tensor)
+        for name, content in self.registered.items():
+            _restore_dict(getattr(self.module, name), content)
+        self.module._non_persistent_buffers_set.clear()
+        self.module._non_persistent_buffers_set.update(self.non_persistent)
+
+
+def _restore_dict(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    now.update(before)
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(recurse=False, remove_duplicate=False)] + [
-        *module.named_buffers(recurse=False, remove_duplicate=False)
-    ]
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -43,7 +44,8 @@ def _checked(path: Path) -> Path:
         if path.is_dir():
             raise ConfigError(f"job file {path} is a directory; name a Python file")
         size = path.stat().st_size
-        head = path.open("rb").read(4096)
+        with path.open("rb") as file:
+            head = file.read(4096)
     except FileNotFoundError:
         raise ConfigError(f"job file {path} does not exist") from None
     except (OSError, ValueError) as error:
@@ -67,7 +69,7 @@ def _run(path: Path) -> ModuleType:
     except SyntaxError as error:
         line = f", line {error.lineno}" if error.lineno else ""
         raise ConfigError(f"job file {error.filename or path}{line}: {error.msg}") from None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the owner's script does
+    except (Exception, SystemExit) as error:
         raise _told(path, error) from error
     finally:
         sys.path.remove(str(path.parent))
@@ -86,12 +88,12 @@ def _make(path: Path, make: Any, settings: dict[str, Any]) -> Any:
             )
     try:
         return make(**settings)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the owner's script does
+    except (Exception, SystemExit) as error:
         raise _told(path, error) from error
 
 
 def _told(path: Path, error: BaseException) -> FusionError:
-    """Return the error with the line of the job file that it came from; ours keep their kind, and so their exit code."""
+    """Return the error with the line of the job file that it came from; ours keep their kind and exit code."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     where = f"job file {path}" + (f", line {lines[-1]}" if lines else "")
     if isinstance(error, FusionError):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import getpass
+import re
 import sys
+import tempfile
 from pathlib import Path
 
 import click
 
 from fusion.base.errors import ConfigError, UsageError
+from fusion.base.ids import check_name
 from fusion.cli.output import json_option, print_json
 
 
@@ -28,29 +31,34 @@ def join(join_string: str, name: str | None, force: bool, as_json: bool) -> None
     from fusion.security.enrolment import enrol, parse_join_string
 
     directory = fusion_home() / "owner"
-    if directory.exists() and not force:
+    if (directory / "identity.json").exists() and not force:
         raise ConfigError(f"there are credentials in {directory} already; add --force to replace them")
-    text = sys.stdin.readline().strip() if join_string == "-" else join_string
-    credentials = enrol(parse_join_string(text), name or _user_name())
-    if credentials.role not in (Role.OWNER, Role.ADMIN):
-        raise UsageError(f"this join string is for a {credentials.role}; a machine joins with 'fusion-node join'")
-    _save(credentials.save, directory)
+    text = parse_join_string(sys.stdin.readline() if join_string == "-" else join_string)
+    if text.role not in (Role.OWNER, Role.ADMIN):
+        raise UsageError(f"this join string is for a {text.role}; a machine joins with 'fusion-node join'")
+    _check_writable(directory)
+    credentials = enrol(text, check_name("--name", name) if name else _user_name())
+    credentials.save(directory)
     if as_json:
         print_json({"identity": credentials.identity, "cluster": credentials.cluster, "credentials": str(directory)})
     else:
         click.echo(f"joined cluster {credentials.cluster} at {credentials.coordinator}; credentials in {directory}")
 
 
-def _save(save: object, directory: Path) -> None:
-    assert callable(save)
+def _check_writable(directory: Path) -> None:
+    """Find out before the join string is used up."""
     try:
-        save(directory)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except OSError as error:
-        raise ConfigError(f"cannot write {directory}: {error.strerror}; set FUSION_HOME to a place you own") from error
+        raise ConfigError(f"cannot write {directory}: {error.strerror}; set FUSION_HOME to a place you own") from None
 
 
 def _user_name() -> str:
+    """Return the user's name as far as it makes a usable name."""
     try:
-        return getpass.getuser()
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", getpass.getuser())[:63].strip(".-_")
     except (OSError, KeyError, ImportError):
-        return "owner"
+        name = ""
+    return name or "owner"

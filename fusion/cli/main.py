@@ -65,7 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(command: click.Command, arguments: Sequence[str] | None, program: str) -> int:
     """Run a click command and return its exit code; errors become one line on stderr, never a traceback."""
-    return guarded(lambda: command.main(args=arguments, prog_name=program, standalone_mode=False), program)
+
+    def invoke() -> Any:
+        # Not command.main(): that has ways of its own with Ctrl-C and closed pipes.
+        with command.make_context(program, list(sys.argv[1:] if arguments is None else arguments)) as context:
+            return command.invoke(context)
+
+    return guarded(invoke, program)
 
 
 def guarded(action: Callable[[], Any], program: str) -> int:
@@ -75,6 +81,9 @@ def guarded(action: Callable[[], Any], program: str) -> int:
         sys.stdout.flush()
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
+        return error.exit_code
     except click.ClickException as error:
         return _fail(program, error.format_message(), error.exit_code)
     except FusionError as error:

@@ -45,10 +45,8 @@ def _show_all(jobs: list[JobStatus]) -> None:
     for job in jobs:
         loss = "" if job.last is None else f"{job.last.loss:.4f}"
         age = format_duration(max(0.0, time.time() - job.submitted_wall_s))
-        rows.append(
-            (job.job_id, printable(job.name), str(job.state), f"{job.step}/{job.steps}", loss, age)
-            + (printable(job.reason),)
-        )
+        step, reason = f"{job.step}/{job.steps}", printable(job.reason)
+        rows.append((job.job_id, printable(job.name), str(job.state), step, loss, age, reason))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -62,7 +60,5 @@ def _show(job: JobStatus) -> None:
     if job.last is not None:
         click.echo(f"  {metrics_line(job.last, job.steps)}")
     for number, stage in enumerate(job.stages):
-        click.echo(
-            f"  stage {number}  {printable(stage.node_name)}  operators {stage.first_operator}..{stage.end_operator - 1}"
-            f"  {stage.parameters:,} parameters"
-        )
+        operators = f"operators {stage.first_operator}..{stage.end_operator - 1}"
+        click.echo(f"  stage {number}  {printable(stage.node_name)}  {operators}  {stage.parameters:,} parameters")

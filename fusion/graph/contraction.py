@@ -11,6 +11,8 @@ from fusion.graph.dag import Argument
 Label = str | int
 Sizes = dict[Label, int]
 
+MAX_TENSORS = 64
+
 
 def einsum_flops(
     equation: str, shapes: Sequence[tuple[int, ...]], grads: Sequence[bool], path: Argument = None
@@ -18,7 +20,10 @@ def einsum_flops(
     """Return operations forward and backward of an einsum over tensors of these shapes.
 
     `grads` says which require a gradient; `path` is torch's list of positions, two a step, or None for left to right.
+    Raise ValueError or LookupError where these do not fit together.
     """
+    if len(shapes) > MAX_TENSORS:
+        raise ValueError(f"einsum of {len(shapes)} tensors; allowed are {MAX_TENSORS}")
     terms, output = _parse(equation, shapes)
     pending = list(zip(terms, grads, strict=True))
     steps = _steps(path, len(pending))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
+from fusion.base.errors import GraphError
 from fusion.graph.contraction import einsum_flops
 from fusion.graph.dag import Argument, Cost, Operator, Ref, TensorSpec, Value
 from fusion.graph.operators import FILLS, TABLE, argument_of
@@ -32,11 +33,15 @@ def flops(op: Operator, values: Sequence[Value]) -> Flops:
     """Return floating-point operations of the forward and of the backward.
 
     The backward computes gradients only for arguments that require them, and none at all under `no_grad`.
+    Raise GraphError where the arguments do not fit together; `check_graph` lets no such call pass.
     """
     rule = _RULES.get(TABLE[op.name].cost)
     if rule is None:
         return 0.0, 0.0
-    forward, backward = rule(_Call(op, values))
+    try:
+        forward, backward = rule(_Call(op, values))
+    except (ArithmeticError, LookupError, ValueError):
+        raise GraphError(f"{op.name}: the number or the shapes of its arguments do not fit together") from None
     return float(forward), 0.0 if op.no_grad else float(backward)
 
 

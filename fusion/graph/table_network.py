@@ -88,6 +88,7 @@ conv3d.padding(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=
   SymInt[3] dilation=[1, 1, 1], SymInt groups=1) -> Tensor
 """,
     cost="conv",
+    shape="conv",
 )
 
 _CONV_TRANSPOSE = family(
@@ -200,11 +201,6 @@ triplet_margin_loss(Tensor anchor, Tensor positive, Tensor negative, float margi
 
 _POOLS = family(
     """
-adaptive_avg_pool1d(Tensor self, int[1] output_size) -> Tensor
-adaptive_avg_pool2d(Tensor self, SymInt[2] output_size) -> Tensor
-adaptive_avg_pool3d(Tensor self, SymInt[3] output_size) -> Tensor
-adaptive_max_pool1d(Tensor self, int[1] output_size) -> (Tensor, Tensor)
-adaptive_max_pool2d(Tensor self, int[2] output_size) -> (Tensor, Tensor)
 avg_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=[0], bool ceil_mode=False, bool
   count_include_pad=True) -> Tensor
 avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool
@@ -226,6 +222,18 @@ max_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, 
     cost="memory",
 )
 
+_ADAPTIVE_POOLS = family(
+    """
+adaptive_avg_pool1d(Tensor self, int[1] output_size) -> Tensor
+adaptive_avg_pool2d(Tensor self, SymInt[2] output_size) -> Tensor
+adaptive_avg_pool3d(Tensor self, SymInt[3] output_size) -> Tensor
+adaptive_max_pool1d(Tensor self, int[1] output_size) -> (Tensor, Tensor)
+adaptive_max_pool2d(Tensor self, int[2] output_size) -> (Tensor, Tensor)
+""",
+    cost="memory",
+    shape="output_size",
+)
+
 _BAGS = family(
     """
 embedding_bag.padding_idx(Tensor weight, Tensor indices, Tensor offsets, bool scale_grad_by_freq, int mode, bool
@@ -236,8 +244,6 @@ embedding_bag.padding_idx(Tensor weight, Tensor indices, Tensor offsets, bool sc
 
 _INTERPOLATION = family(
     """
-affine_grid_generator(Tensor theta, SymInt[] size, bool align_corners) -> Tensor
-grid_sampler(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) -> Tensor
 upsample_bicubic2d.vec(Tensor input, SymInt[]? output_size, bool align_corners, float[]? scale_factors) -> Tensor
 _upsample_bicubic2d_aa.vec(Tensor input, SymInt[]? output_size, bool align_corners, float[]? scale_factors) -> Tensor
 upsample_bilinear2d.vec(Tensor input, SymInt[]? output_size, bool align_corners, float[]? scale_factors) -> Tensor
@@ -250,6 +256,15 @@ upsample_nearest3d.vec(Tensor input, SymInt[]? output_size, float[]? scale_facto
 _upsample_nearest_exact1d.vec(Tensor input, SymInt[]? output_size, float[]? scale_factors) -> Tensor
 _upsample_nearest_exact2d.vec(Tensor input, SymInt[]? output_size, float[]? scale_factors) -> Tensor
 upsample_trilinear3d.vec(Tensor input, SymInt[]? output_size, bool align_corners, float[]? scale_factors) -> Tensor
+""",
+    cost="memory",
+    shape="output_size",
+)
+
+_GRIDS = family(
+    """
+affine_grid_generator(Tensor theta, SymInt[] size, bool align_corners) -> Tensor
+grid_sampler(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) -> Tensor
 """,
     cost="memory",
 )
@@ -281,21 +296,14 @@ _OURS = family(
 # Arithmetic on integers that follow from the batch size.
 _INTEGERS = family(
     """
-add(Scalar a, Scalar b) -> Scalar
-eq(Scalar a, Scalar b) -> Scalar
-floordiv(Scalar a, Scalar b) -> Scalar
-ge(Scalar a, Scalar b) -> Scalar
-gt(Scalar a, Scalar b) -> Scalar
-le(Scalar a, Scalar b) -> Scalar
-lt(Scalar a, Scalar b) -> Scalar
-max(Scalar a, Scalar b) -> Scalar
-min(Scalar a, Scalar b) -> Scalar
-mod(Scalar a, Scalar b) -> Scalar
-mul(Scalar a, Scalar b) -> Scalar
-ne(Scalar a, Scalar b) -> Scalar
-neg(Scalar a) -> Scalar
-sub(Scalar a, Scalar b) -> Scalar
-truediv(Scalar a, Scalar b) -> Scalar
+add(int a, int b) -> int
+floordiv(int a, int b) -> int
+max(int a, int b) -> int
+min(int a, int b) -> int
+mod(int a, int b) -> int
+mul(int a, int b) -> int
+neg(int a) -> int
+sub(int a, int b) -> int
 """,
     cost="view",
     namespace="python",
@@ -320,8 +328,10 @@ OPERATORS: tuple[OperatorInfo, ...] = (
     *_WEIGHT_NORM,
     *_LOSSES,
     *_POOLS,
+    *_ADAPTIVE_POOLS,
     *_BAGS,
     *_INTERPOLATION,
+    *_GRIDS,
     *_DROPOUTS,
     *_OURS,
     *_INTEGERS,

@@ -41,10 +41,8 @@ view_as(Tensor(a) self, Tensor other) -> Tensor(a)
 
 _PARTIAL_VIEWS = family(
     """
-broadcast_to(Tensor(a) self, SymInt[] size) -> Tensor(a)
 chunk(Tensor(a -> *) self, int chunks, int dim=0) -> Tensor(a)[]
 diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)
-expand(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)
 expand_as(Tensor(a) self, Tensor other) -> Tensor(a)
 narrow(Tensor(a) self, int dim, SymInt start, SymInt length) -> Tensor(a)
 select.int(Tensor(a) self, int dim, SymInt index) -> Tensor(a)
@@ -60,6 +58,15 @@ view_as_complex(Tensor(a) self) -> Tensor(a)
 view_as_real(Tensor(a) self) -> Tensor(a)
 """,
     cost="view",
+)
+
+_EXPANDED = family(
+    """
+broadcast_to(Tensor(a) self, SymInt[] size) -> Tensor(a)
+expand(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)
+""",
+    cost="view",
+    shape="expand",
 )
 
 # Their results share memory with what they are given, though torch's notation does not say so.
@@ -125,12 +132,8 @@ _REARRANGED = family(
     """
 argsort(Tensor self, int dim=-1, bool descending=False) -> Tensor
 bucketize.Tensor(Tensor self, Tensor boundaries, *, bool out_int32=False, bool right=False) -> Tensor
-cat(Tensor[] tensors, int dim=0) -> Tensor
 col2im(Tensor self, SymInt[2] output_size, int[2] kernel_size, int[2] dilation, int[2] padding, int[2] stride) ->
   Tensor
-concat(Tensor[] tensors, int dim=0) -> Tensor
-concatenate(Tensor[] tensors, int dim=0) -> Tensor
-constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor
 diag(Tensor self, int diagonal=0) -> Tensor
 diag_embed(Tensor self, int offset=0, int dim1=-2, int dim2=-1) -> Tensor
 diff(Tensor self, int n=1, int dim=-1, Tensor? prepend=None, Tensor? append=None) -> Tensor
@@ -145,14 +148,7 @@ index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) 
 isin.Tensor_Tensor(Tensor elements, Tensor test_elements, *, bool assume_unique=False, bool invert=False) -> Tensor
 linalg_cross(Tensor self, Tensor other, *, int dim=-1) -> Tensor
 masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor
-one_hot(Tensor self, int num_classes=-1) -> Tensor
 outer(Tensor self, Tensor vec2) -> Tensor
-pad(Tensor self, SymInt[] pad, str mode="constant", float? value=None) -> Tensor
-reflection_pad1d(Tensor self, SymInt[2] padding) -> Tensor
-reflection_pad2d(Tensor self, SymInt[4] padding) -> Tensor
-repeat_interleave.self_int(Tensor self, SymInt repeats, int? dim=None, *, SymInt? output_size=None) -> Tensor
-replication_pad1d(Tensor self, SymInt[2] padding) -> Tensor
-replication_pad2d(Tensor self, SymInt[4] padding) -> Tensor
 rot90(Tensor self, int k=1, int[] dims=[0, 1]) -> Tensor
 scatter.src(Tensor self, int dim, Tensor index, Tensor src) -> Tensor
 scatter.value(Tensor self, int dim, Tensor index, Scalar value) -> Tensor
@@ -164,11 +160,57 @@ select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor
 slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor
 sort(Tensor self, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)
 sort.stable(Tensor self, *, bool? stable, int dim=-1, bool descending=False) -> (Tensor values, Tensor indices)
-stack(Tensor[] tensors, int dim=0) -> Tensor
 topk(Tensor self, SymInt k, int dim=-1, bool largest=True, bool sorted=True) -> (Tensor values, Tensor indices)
 vstack(Tensor[] tensors) -> Tensor
 """,
     cost="memory",
+)
+
+_JOINED = family(
+    """
+cat(Tensor[] tensors, int dim=0) -> Tensor
+concat(Tensor[] tensors, int dim=0) -> Tensor
+concatenate(Tensor[] tensors, int dim=0) -> Tensor
+""",
+    cost="memory",
+    shape="cat",
+)
+
+_STACKED = family(
+    """
+stack(Tensor[] tensors, int dim=0) -> Tensor
+""",
+    cost="memory",
+    shape="stack",
+)
+
+_PADDED = family(
+    """
+constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor
+pad(Tensor self, SymInt[] pad, str mode="constant", float? value=None) -> Tensor
+reflection_pad1d(Tensor self, SymInt[2] padding) -> Tensor
+reflection_pad2d(Tensor self, SymInt[4] padding) -> Tensor
+replication_pad1d(Tensor self, SymInt[2] padding) -> Tensor
+replication_pad2d(Tensor self, SymInt[4] padding) -> Tensor
+""",
+    cost="memory",
+    shape="pad",
+)
+
+_SPREAD = family(
+    """
+repeat_interleave.self_int(Tensor self, SymInt repeats, int? dim=None, *, SymInt? output_size=None) -> Tensor
+""",
+    cost="memory",
+    shape="repeat_interleave",
+)
+
+_ONE_HOT = family(
+    """
+one_hot(Tensor self, int num_classes=-1) -> Tensor
+""",
+    cost="memory",
+    shape="one_hot",
 )
 
 _REPEATED = family(
@@ -190,11 +232,18 @@ where(Tensor condition) -> Tensor[]
     cost="memory",
 )
 
-# Only the elements that are picked are read.
-_PICKED = family(
+_EMBEDDED = family(
     """
 embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) ->
   Tensor
+""",
+    cost="rows",
+    shape="embedding",
+)
+
+# Only the elements that are picked are read.
+_PICKED = family(
+    """
 gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor
 index.Tensor(Tensor self, Tensor?[] indices) -> Tensor
 index_select(Tensor self, int dim, Tensor index) -> Tensor
@@ -261,10 +310,6 @@ linspace(Scalar start, Scalar end, int steps, *, ScalarType? dtype=None, Layout?
   bool? pin_memory=None) -> Tensor
 scalar_tensor(Scalar s, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None)
   -> Tensor
-tril_indices(int row, int col, int offset=0, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None, bool?
-  pin_memory=None) -> Tensor
-triu_indices(int row, int col, int offset=0, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None, bool?
-  pin_memory=None) -> Tensor
 """,
     cost="memory",
     shape="range",
@@ -319,14 +364,21 @@ randperm(SymInt n, *, ScalarType? dtype=4, Layout? layout=None, Device? device=N
 OPERATORS: tuple[OperatorInfo, ...] = (
     *_VIEWS,
     *_PARTIAL_VIEWS,
+    *_EXPANDED,
     *_UNMARKED_VIEWS,
     *_MAYBE_COPIES,
     *_UNMARKED_MAYBE_COPIES,
     *_UNMARKED_RESHAPES,
     *_COPIES,
     *_REARRANGED,
+    *_JOINED,
+    *_STACKED,
+    *_PADDED,
+    *_SPREAD,
+    *_ONE_HOT,
     *_REPEATED,
     *_DATA_DEPENDENT,
+    *_EMBEDDED,
     *_PICKED,
     *_CREATED,
     *_CREATED_LIKE,

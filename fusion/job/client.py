@@ -46,14 +46,19 @@ def _setting(name: str) -> str:
     return value or ""
 
 
+def credentials_directory() -> Path:
+    """Return where this user's credentials lie: $FUSION_CREDENTIALS, else the directory `owner` of `fusion_home`."""
+    return Path(_setting("FUSION_CREDENTIALS") or fusion_home() / "owner")
+
+
 def owner_credentials(credentials: Credentials | str | os.PathLike[str] | None = None) -> Credentials:
-    """Return the credentials to use: those given (or in the directory given), $FUSION_CREDENTIALS, or the user's own.
+    """Return the credentials to use: those given (or in the directory given), or those of `credentials_directory`.
 
     AuthError says how to get some.
     """
     if isinstance(credentials, Credentials):
         return credentials
-    directory = Path(credentials or _setting("FUSION_CREDENTIALS") or fusion_home() / "owner")
+    directory = credentials_directory() if credentials is None else Path(credentials)
     if not directory.is_dir():
         raise AuthError(
             f"no credentials in {directory}; run 'fusion join JOINSTRING' with a join string from "
@@ -109,10 +114,15 @@ class Client:
         return with_retries(call, CALL_S, f"{what} (coordinator {self.address})")
 
     @property
+    def channel(self) -> grpc.Channel:
+        """The connection itself, for services beside Jobs and Blobs."""
+        self._check_usable()
+        return self._channel
+
+    @property
     def blobs(self) -> BlobClient:
         """The coordinator's store."""
-        self._check_usable()
-        return BlobClient(self._channel)
+        return BlobClient(self.channel)
 
     def submit(self, spec: JobSpec, request_id: str) -> str:
         """Start a job and return its id. The same `request_id` again gives the same job."""
@@ -141,7 +151,7 @@ class Client:
     def info(self) -> coordinator_pb2.InfoResponse:
         """Return what the coordinator says about itself and the caller."""
         make_stub: Callable[[grpc.Channel], Any] = coordinator_pb2_grpc.AdminStub
-        stub = make_stub(self._channel)
+        stub = make_stub(self.channel)
         answer: coordinator_pb2.InfoResponse = self._call(
             "info", lambda s: stub.Info(coordinator_pb2.InfoRequest(), timeout=s)
         )
@@ -167,7 +177,7 @@ class Client:
         request = coordinator_pb2.FollowRequest(
             job_id=check_job_id(job_id), after_step=after_step, after_log=after_log, wait=wait
         )
-        contact_s, attempt = time.monotonic(), 0
+        contact_s, attempt, problem = time.monotonic(), 0, ""
         while True:
             stream = self._jobs.Follow(request, timeout=_stream_s(deadline_s), wait_for_ready=False)
             try:
@@ -189,21 +199,22 @@ class Client:
                 if error.code() not in RETRYABLE:
                     raise from_rpc_error(error, f"job {job_id} (coordinator {self.address})") from error
                 contact_s = time.monotonic() if connected else contact_s
+                problem = str(error.details() or error.code().name)
             finally:
                 stream.cancel()
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise TimeoutError(f"job {job_id} has not ended in time; it goes on")
-            attempt = self._pause(job_id, attempt, contact_s)
+            attempt = self._pause(job_id, attempt, contact_s, problem)
 
-    def _pause(self, job_id: str, attempt: int, contact_s: float) -> int:
+    def _pause(self, job_id: str, attempt: int, contact_s: float, problem: str) -> int:
         """Wait before another try, or give up; return the number of the next try."""
-        pause_s = backoff_s(attempt)
-        if time.monotonic() + pause_s - contact_s > self.patience_s:
+        left_s = contact_s + self.patience_s - time.monotonic()
+        if left_s <= 0:
             raise UnreachableError(
-                f"coordinator {self.address} has not answered for {self.patience_s:.0f} s; job {job_id} may go on; "
-                f"look again with fusion.attach({job_id!r}) or 'fusion status {job_id}'"
+                f"coordinator {self.address} has not answered for {self.patience_s:.0f} s ({problem}); "
+                f"job {job_id} may go on: look again with fusion.attach({job_id!r}) or 'fusion status {job_id}'"
             )
-        time.sleep(pause_s)
+        time.sleep(min(backoff_s(attempt), left_s))
         return attempt + 1
 
 

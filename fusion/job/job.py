@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fusion.protocol.metrics import StepMetrics
     from fusion.security.credentials import Credentials
 
-Loss = Callable[[Any, Mapping[str, "torch.Tensor"]], "torch.Tensor"]
+Loss = Callable[[Any, dict[str, "torch.Tensor"]], "torch.Tensor"]
 
 _KNOWN = (
     *("model", "data", "optimizer", "steps", "batch_size", "micro_batches", "loss", "loss_weight", "lr_schedule"),

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusion.base.errors import ConfigError, DataError
 from fusion.graph.dag import Graph, InputKind
 from fusion.job.checks import check_batches, check_data_fits, check_ids, field_names
+from fusion.job.names import names_of
 from fusion.job.source import Source
 from fusion.protocol.job import BlobRef, DataFile, DataSpec, JobSpec, check_settings
 from fusion.runtime.data import DataSet, open_data
 
 if TYPE_CHECKING:
-    import torch
-
+    from fusion.capture import Captured
     from fusion.job.job import Job
 
 UNSENT = BlobRef("", 0)  #: stands for a blob that no store has yet
@@ -49,7 +49,7 @@ class Prepared:
 
     spec: JobSpec  #: with UNSENT for graph and weights, and files without blobs
     graph: Graph
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
     data: StoredData
     eval_data: StoredData | None
 
@@ -112,13 +112,20 @@ def check_sources(job: Job) -> None:
             raise ConfigError(f"eval_data has no field {missing[0]!r}, which data has")
 
 
-def _capture(job: Job, micro_batch: int) -> tuple[Graph, dict[str, torch.Tensor]]:
+def _capture(job: Job, micro_batch: int) -> tuple[Graph, dict[str, Tensor]]:
     from fusion.capture import capture
 
     device = next(job.model.parameters()).device
     batch = {name: tensor.to(device) for name, tensor in job.data.first(max(micro_batch, LEAST_CAPTURE_BATCH)).items()}
-    captured = capture(job.model, batch, loss=job.loss, micro_batch=micro_batch)
-    return captured.graph, captured.tensors
+    captured = capture(job.model, batch, loss=cast(Any, job.loss), micro_batch=micro_batch)
+    return captured.graph, captured.tensors | _left_out(job.model, captured)
+
+
+def _left_out(model: nn.Module, captured: Captured) -> dict[str, Tensor]:
+    """Return what of the state dict has no place in the graph, such as a second name of tied, unused weights."""
+    names = names_of(captured.graph, list(captured.tensors))
+    entries = model.state_dict().items()
+    return {name: value.detach().cpu() for name, value in entries if name not in names and isinstance(value, Tensor)}
 
 
 def _fields_read(job: Job, graph: Graph) -> tuple[str, ...]:

@@ -13,12 +13,23 @@ from fusion.protocol.job import LossWeightSpec, LrScheduleSpec, OptimizerSpec, c
 _MOST_FACTORS = 400_000  #: a job's message holds 4 MiB
 
 
+#: What the same thing is called elsewhere.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "beta1": "betas",
+    "beta2": "betas",
+    "scheduler": "lr_schedule",
+    "max_steps": "steps",
+}
+
+
 def reject_unknown(call: str, unknown: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError for the first keyword that `call` does not know, with the nearest one that it does."""
     names = sorted(known)
     for name in unknown:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
+        near = [_OTHER_NAMES.get(name, ""), *difflib.get_close_matches(name, names, n=1, cutoff=0.5)]
+        meant = next((item for item in near if item in names), "")
+        hint = f"did you mean {meant!r}?" if meant else f"it takes {', '.join(names)}"
         raise ConfigError(f"{call} has no setting {name!r}; {hint}")
 
 

@@ -209,7 +209,7 @@ def _read_texts(text: Any) -> list[str | Path]:
         if _names_a_file(text):
             raise DataError(f"text={text!r} is the name of a file; for its content pass pathlib.Path({text!r})")
         return [text]
-    paths = [text] if isinstance(text, os.PathLike) else list(text)
+    paths = list(text) if isinstance(text, Iterable) else [text]
     for path in paths:
         if not isinstance(path, os.PathLike):
             raise DataError(f"text must be a str, a pathlib.Path or a list of paths, got {type(path).__name__}")

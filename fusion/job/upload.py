@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from fusion.base.errors import DataError
 from fusion.job.prepare import Prepared, StoredData
-from fusion.job.source import StoredArray, write_arrays
 from fusion.protocol.graph import graph_to_proto
 from fusion.protocol.job import DataFile, DataSpec, JobSpec
+from fusion.runtime.tensorfile import save_tensors
 from fusion.transport.blobs import BlobClient
 
 UploadProgress = Callable[[str, int, int], None]  #: what, bytes done, bytes in all
@@ -25,7 +23,7 @@ def upload(prepared: Prepared, blobs: BlobClient, directory: Path, progress: Upl
     """
     graph = graph_to_proto(prepared.graph).SerializeToString(deterministic=True)
     weights = directory / "weights.safetensors"
-    write_tensors(weights, prepared.tensors.items())
+    save_tensors(weights, prepared.tensors)
     spec = replace(
         prepared.spec,
         graph=blobs.upload_bytes(graph, _named("graph", progress)),
@@ -53,14 +51,3 @@ def _named(what: str, progress: UploadProgress | None) -> Callable[[int, int], N
     if progress is None:
         return None
     return lambda done, total: progress(what, done, total)
-
-
-def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write tensors of any device and layout into a safetensors file, contiguous and one copy each."""
-    write_arrays(path, {name: _as_stored(tensor) for name, tensor in tensors})
-
-
-def _as_stored(tensor: torch.Tensor) -> StoredArray:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    plain = tensor.detach().cpu()
-    return StoredArray(dtype, (plain.view(torch.int16) if dtype == "bfloat16" else plain).numpy())

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from fusion.base.errors import ConfigError, StateError
 from fusion.base.units import MIB, format_bytes
-from fusion.graph.dag import Graph, InputKind
+from fusion.graph.dag import Graph
 from fusion.job.client import Client
+from fusion.job.names import names_of
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import BlobRef
 from fusion.protocol.jobstatus import JobState, JobStatus
@@ -30,17 +31,6 @@ Progress = Callable[[int, int], None]
 
 _MOST_GRAPH_BYTES = 256 * MIB
 _COPY_BYTES = 4 * MIB
-
-
-def names_of(graph: Graph, held: Sequence[str]) -> dict[str, str]:
-    """Return the model's names for tensors -> the canonical name that holds each; `held` are all canonical names."""
-    aliases = {item.name: item.aliases for item in graph.inputs if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
-    found = {}
-    for name in held:
-        if not name.startswith("$"):
-            found[name] = name
-            found |= dict.fromkeys(aliases.get(name, ()), name)
-    return found
 
 
 def merged(
@@ -87,7 +77,7 @@ class WeightFiles:
         made: dict[int, torch.Tensor] = {}
         for piece in self._pieces.values():
             if id(piece) not in made:
-                made[id(piece)] = as_tensor(map_tensor(piece.path, piece.tensor), piece.tensor.dtype).clone()
+                made[id(piece)] = as_tensor(map_tensor(piece.path, piece.tensor), piece.tensor.dtype)
         return {name: made[id(piece)] for name, piece in self._pieces.items()}
 
     def write(self, path: Path, force: bool = False) -> int:

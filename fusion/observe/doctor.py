@@ -246,23 +246,29 @@ def diagnose_server(address: str, server_name: str, credentials: Path) -> Fusion
             context.wrap_socket(connection, server_hostname=server_name) as secured,
         ):
             # With TLS 1.3 the server judges our certificate only now; a content one sends its HTTP/2 settings.
-            secured.recv(1)
+            if not secured.recv(1):
+                return _refused(address, "it closed the connection")
     except ssl.SSLCertVerificationError as error:
         return _server_certificate_problem(address, error)
     except ssl.SSLError as error:
         reason = (error.reason or str(error)).lower().replace("_", " ")
         if "alert" in reason:
-            return AuthError(f"{address} refuses this machine's certificate ({reason}); join again with a new token")
+            return _refused(address, reason)
         return UnreachableError(f"{address} does not speak TLS as a coordinator does ({reason}); check the port")
     except OSError as error:
         return UnreachableError(_connection_problem(address, error))
     return None
 
 
+def _refused(address: str, reason: str) -> FusionError:
+    return AuthError(f"{address} refuses this machine's certificate ({reason}); join again with a new token")
+
+
 def _server_certificate_problem(address: str, error: ssl.SSLCertVerificationError) -> FusionError:
     if error.verify_code in (9, 10):  # not yet valid, has expired
         return UnreachableError(
-            f"the certificate of {address} is not valid by this machine's clock ({error.verify_message}); check the clocks"
+            f"the certificate of {address} is not valid by this machine's clock ({error.verify_message}); "
+            "check the clocks of both"
         )
     return AuthError(
         f"{address} is not the coordinator of this cluster ({error.verify_message}); "

@@ -41,6 +41,11 @@ class StepMetrics:
         """Tokens of the step over its duration; 0 where there are no tokens."""
         return self.tokens / self.step_s if self.step_s > 0 else 0.0
 
+    def __str__(self) -> str:
+        evaluated = "" if self.eval_loss is None else f"  eval loss {self.eval_loss:.4f}"
+        skipped = "  skipped: gradients not finite" if self.skipped else ""
+        return f"step {self.step}  loss {self.loss:.4f}{evaluated}{skipped}  {self.step_s:.2f} s"
+
 
 def metrics_from_proto(message: coordinator_pb2.StepMetrics) -> StepMetrics:
     """Return the metrics of a message."""

@@ -62,12 +62,20 @@ class _Reader:
 
 
 def as_tensor(values: Array, stored: str, wanted: str = "") -> torch.Tensor:
-    """Return a file's array as a contiguous tensor of dtype `wanted` (default: as stored). It may share memory."""
+    """Return a file's array as a contiguous tensor of dtype `wanted` (default: as stored), in memory of its own.
+
+    An array that may be written to is given away: the tensor may share its memory.
+    """
     if stored == "bfloat16":
-        return torch.from_numpy(np.ascontiguousarray(values.astype(np.int16, copy=False))).view(torch.bfloat16)
+        return torch.from_numpy(_owned(values, "int16")).view(torch.bfloat16)
     if stored == "bool":
         values = values != 0
-    return torch.from_numpy(np.ascontiguousarray(values.astype(wanted or stored, copy=False)))
+    return torch.from_numpy(_owned(values, wanted or stored))
+
+
+def _owned(values: Array, dtype: str) -> Array:
+    converted = np.asarray(values, dtype=dtype, order="C")
+    return converted if converted.flags.writeable else converted.copy()
 
 
 class DataSet:

@@ -12,13 +12,15 @@ from fusion.base.errors import StateError
 from fusion.base.ids import StageIndex
 from fusion.graph.dag import Graph
 from fusion.graph.partition import Partition, partition
+from fusion.plan.schedule import check_schedule, make_schedule
 from fusion.protocol.job import JobSpec
 from fusion.protocol.metrics import StageMetrics, StepMetrics
 from fusion.runtime.batches import Samples
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.machine import Key
-from fusion.runtime.schedule import check_schedule, make_schedule
 from fusion.runtime.stage import Arrived, StageRecord, StageRunner
+
+Carry = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -32,12 +34,15 @@ class LocalResult:
 class _DirectOutbox:
     """Hands messages straight to the other runners of the same process."""
 
-    def __init__(self, stage: StageIndex, runners: dict[StageIndex, StageRunner]) -> None:
+    def __init__(self, runners: dict[StageIndex, StageRunner], carry: Carry | None) -> None:
         self._runners = runners
-        self._bytes = dict.fromkeys(runners, 0)
+        self._carry = carry
+        self._bytes: dict[StageIndex, int] = {}
 
     def send_tensor(self, target: StageIndex, key: Key, tensor: torch.Tensor | None, *, requires_grad: bool) -> None:
-        self._count(target, 0 if tensor is None else tensor.numel() * tensor.element_size())
+        if tensor is not None:
+            self._count(target, tensor.numel() * tensor.element_size())
+            tensor = tensor if self._carry is None else self._carry(tensor)
         self._runners[target].deliver(key, Arrived(tensor, requires_grad))
 
     def send_numbers(self, target: StageIndex, key: Key, numbers: bytes) -> None:
@@ -61,10 +66,12 @@ def run_local(
     on_step: Callable[[StepMetrics], None] | None = None,
     stages: Sequence[int] = (),
     device: str = "cpu",
+    carry: Carry | None = None,
 ) -> LocalResult:
     """Run a job in this process and thread, in one piece or cut at the operator positions `stages`.
 
-    `tensors` are copied, not changed. The process's random numbers and torch settings are put back afterwards.
+    `carry` is applied to every tensor between pieces. `tensors` are copied, not changed. The process's random numbers
+    and torch settings are put back afterwards.
     """
     result = LocalResult()
     parts = partition(graph, stages)
@@ -75,7 +82,7 @@ def run_local(
             on_step(metrics)
 
     with compute_settings(spec, device):
-        runners = make_runners(spec, parts, tensors, data, eval_data, finished_step, device)
+        runners = make_runners(spec, parts, tensors, data, eval_data, finished_step, device, carry)
         while not all(runner.finished for runner in runners):
             if not any(runner.advance() for runner in runners):
                 waiting = {int(runner.stage): runner.waits_for() for runner in runners if not runner.finished}
@@ -94,8 +101,9 @@ def make_runners(
     eval_data: Samples | None,
     on_step: Callable[[StepMetrics], None],
     device: str = "cpu",
+    carry: Carry | None = None,
 ) -> list[StageRunner]:
-    """Return a runner for every shard, connected without a network."""
+    """Return a runner for every shard, connected without a network; `carry` stands for a tensor's way over one."""
     count = len(parts.shards)
     schedules = make_schedule(spec.schedule, count, spec.micro_batches)
     check_schedule(schedules, spec.micro_batches)
@@ -119,7 +127,7 @@ def make_runners(
             executor,
             data,
             eval_data,
-            _DirectOutbox(stage, runners),
+            _DirectOutbox(runners, carry),
             gather.taker(stage),
         )
     return list(runners.values())

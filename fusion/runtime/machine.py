@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from fusion.base.ids import EdgeId, StageIndex
 from fusion.graph.partition import Partition
+from fusion.plan.schedule import StageSchedule
 from fusion.protocol.messages import MessageKind
-from fusion.runtime.schedule import StageSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ class StageMachine:
         #: edges whose gradient is wanted back, by (step, micro-batch): known once the forward has run
         self._wanted: dict[tuple[int, int], tuple[EdgeId, ...]] = {}
         self._here: set[Key] = set()
+        self._awaited: set[Key] | None = None  #: of the next instruction; None until somebody asks
         self._program = self._run(first_step)
         self._next: Instruction | None = next(self._program, None)
 
@@ -175,16 +176,18 @@ class StageMachine:
         """Note that a message is here; a second one of the same key is an error of the transport."""
         assert key not in self._here, f"{key} arrived twice"
         self._here.add(key)
+        if self._awaited is not None:
+            self._awaited.discard(key)
 
     def sent(self, step: int, micro_batch: int, wanted: tuple[EdgeId, ...]) -> None:
         """Note which of the values that a forward sent want their gradients back."""
         self._wanted[step, micro_batch] = wanted
 
-    def missing(self) -> tuple[Key, ...]:
+    def missing(self) -> set[Key]:
         """Return the messages that the next instruction still waits for."""
-        if self._next is None:
-            return ()
-        return tuple(key for key in self.needs(self._next) if key not in self._here)
+        if self._awaited is None:
+            self._awaited = set() if self._next is None else set(self.needs(self._next)) - self._here
+        return self._awaited
 
     def take(self) -> Instruction | None:
         """Return the next instruction if all that it needs is here, and go on to the one after it."""
@@ -195,6 +198,7 @@ class StageMachine:
         if isinstance(instruction, Backward):
             self._wanted.pop((instruction.step, instruction.micro_batch))
         self._next = next(self._program, None)
+        self._awaited = None
         return instruction
 
     def needs(self, instruction: Instruction) -> tuple[Key, ...]:

@@ -36,6 +36,9 @@ def dropout(generator: torch.Generator, x: torch.Tensor, p: float, train: bool) 
     return x * noise.to(x.device)
 
 
+_BUILTINS: dict[str, Call] = {"max": max, "min": min}
+
+
 @cache
 def _calls() -> dict[str, Call]:
     calls: dict[str, Call] = {}
@@ -45,7 +48,7 @@ def _calls() -> dict[str, Call]:
             packet, _, overload = rest.rpartition(".")
             calls[name] = getattr(getattr(torch.ops.aten, packet), overload)
         elif space == "python":
-            calls[name] = getattr(operator, rest)
+            calls[name] = _BUILTINS.get(rest) or getattr(operator, rest)
     calls["fusion.dropout.default"] = dropout
     return calls
 

@@ -16,6 +16,7 @@ import torch
 from fusion.base.errors import StoppedError
 from fusion.base.ids import EdgeId, StageIndex
 from fusion.graph.partition import Edge, Partition
+from fusion.plan.schedule import StageSchedule
 from fusion.protocol.job import JobSpec
 from fusion.protocol.messages import MessageKind
 from fusion.runtime import machine
@@ -23,7 +24,6 @@ from fusion.runtime.batches import Batches, Samples, tokens_per_sample, weighted
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.machine import Key, StageMachine, StageRole
 from fusion.runtime.optimizer import StageOptimizer, StepVerdict, decide, sums_of_squares
-from fusion.runtime.schedule import StageSchedule
 
 _VERDICT = struct.Struct("<?dd")
 _LONGEST_WAIT_S = 1.0  #: between two looks at whether the stage was asked to stop
@@ -146,7 +146,7 @@ class StageRunner:
             if not self.advance():
                 self._await_arrival()
 
-    def waits_for(self) -> tuple[Key, ...]:
+    def waits_for(self) -> set[Key]:
         """Return the messages without which the stage cannot go on now."""
         return self._machine.missing()
 

@@ -14,7 +14,7 @@ Payload = bytes | bytearray | memoryview
 
 @dataclass(slots=True)
 class Outgoing:
-    """A message that waits to be sent. `prepare` runs on the link's own thread, so that encoding never stops compute."""
+    """A message that waits to be sent. `prepare` runs on the link's own thread: encoding never stops compute."""
 
     prepare: Callable[[], tuple[MessageHeader, Payload]]
     urgent: bool = False  #: small control messages overtake bulk, between two chunks

@@ -17,7 +17,7 @@ from fusion.base.errors import ConfigError, DataError, NotFoundError, Unreachabl
 from fusion.base.units import format_bytes
 from fusion.protocol.job import BlobRef
 from fusion.protocol.status import from_rpc_error
-from fusion.transport.channels import RETRYABLE, backoff_s
+from fusion.transport.channels import backoff_s
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 __all__ = ["BlobClient", "BlobReader", "Progress"]
@@ -88,8 +88,10 @@ class _Patience:
         """
         pause_s = backoff_s(self._attempt)
         late = time.monotonic() + pause_s - self._since_s > self._limit_s
-        if error is not None and (late or error.code() not in RETRYABLE):
-            raise from_rpc_error(error, self._what) from error
+        if error is not None:
+            ours = from_rpc_error(error, self._what)
+            if late or not isinstance(ours, UnreachableError):
+                raise ours from error
         if late:
             raise UnreachableError(
                 f"{self._what}: nothing has moved for {self._limit_s:.0f} s; is the coordinator well?"

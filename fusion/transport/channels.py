@@ -8,21 +8,23 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
 
+from fusion.base.errors import UnreachableError
 from fusion.base.units import MIB
-
-if TYPE_CHECKING:
-    from fusion.security.credentials import Credentials
+from fusion.protocol.status import from_rpc_error
+from fusion.security.credentials import Credentials
+from fusion.security.tls import channel_credentials
 
 __all__ = [
     "CLIENT_OPTIONS",
     "DATA_PLANE_CLIENT_OPTIONS",
     "DATA_PLANE_SERVER_OPTIONS",
     "MAX_MESSAGE_BYTES",
+    "Option",
     "RETRYABLE",
     "SERVER_OPTIONS",
     "backoff_s",
@@ -107,8 +109,6 @@ def open_channel(
     address: str, credentials: Credentials, server_name: str, options: tuple[Option, ...] = CLIENT_OPTIONS
 ) -> grpc.Channel:
     """Return a channel to `address` (host:port) with mutual TLS. Close it: grpc never does by itself."""
-    from fusion.security.tls import channel_credentials
-
     return grpc.secure_channel(address, channel_credentials(credentials), options=_with_name(options, server_name))
 
 
@@ -116,8 +116,6 @@ def open_aio_channel(
     address: str, credentials: Credentials, server_name: str, options: tuple[Option, ...] = CLIENT_OPTIONS
 ) -> grpc.aio.Channel:
     """As `open_channel`, for asyncio; call it inside the running loop."""
-    from fusion.security.tls import channel_credentials
-
     return grpc.aio.secure_channel(address, channel_credentials(credentials), options=_with_name(options, server_name))
 
 
@@ -130,18 +128,18 @@ def with_retries(call: Callable[[float], T], deadline_s: float, what: str, attem
     """Make an idempotent call until it succeeds, fails for good, or `deadline_s` seconds are over.
 
     `call` gets the seconds that this attempt may take, to pass on as `timeout=`. Only UNAVAILABLE, RESOURCE_EXHAUSTED
-    and DEADLINE_EXCEEDED are tried again. Whatever ends it is raised as an error of our tree that begins with `what`.
+    and DEADLINE_EXCEEDED are tried again, and they too only where they are not the answer of a server that states an
+    error of ours. Whatever ends it is raised as an error of our tree; `what` tells what was tried.
     """
-    from fusion.protocol.status import from_rpc_error
-
     end_s = time.monotonic() + deadline_s
     attempt = 0
     while True:
         try:
             return call(max(0.001, min(attempt_s, end_s - time.monotonic())))
         except grpc.RpcError as error:
+            ours = from_rpc_error(error, what)
             pause_s = backoff_s(attempt)
-            if error.code() not in RETRYABLE or time.monotonic() + pause_s >= end_s:
-                raise from_rpc_error(error, what) from error
+            if not isinstance(ours, UnreachableError) or time.monotonic() + pause_s >= end_s:
+                raise ours from error
         attempt += 1
         time.sleep(pause_s)

@@ -15,6 +15,7 @@ __all__ = [
     "DEFAULT_WINDOW_BYTES",
     "FREE_BYTES",
     "MAX_CHUNK_BYTES",
+    "OtherRunError",
     "check_hello",
     "chunk_frame",
     "frame",
@@ -26,6 +27,11 @@ CHUNK_BYTES = 512 * KIB  #: of payload in one frame: large enough for speed, sma
 MAX_CHUNK_BYTES = MIB  #: that a receiver takes
 FREE_BYTES = 64 * KIB  #: payload of an urgent message up to which it needs no credit
 DEFAULT_WINDOW_BYTES = 64 * MIB
+
+
+class OtherRunError(StateError):
+    """The other side belongs to an earlier or foreign run, whose worker may be about to make room for ours."""
+
 
 _CHUNK_TAG = 0x1A  # PeerFrame.chunk and Chunk.data are both field 3, length-delimited
 
@@ -96,8 +102,11 @@ def hello(session: Session, *, answer: bool, window_bytes: int = 0) -> peer_pb2.
 def check_hello(message: peer_pb2.Hello, session: Session, *, answer: bool) -> None:
     """Raise StateError, with words for the other side's user, unless `message` belongs to `session`."""
     if message.job_id != session.job:
-        raise StateError(f"job {message.job_id[:40]!r} is not trained here; this worker trains {session.job}")
-    check_epoch(message.epoch, session.epoch)
+        raise OtherRunError(f"job {message.job_id[:40]!r} is not trained here; this worker trains {session.job}")
+    try:
+        check_epoch(message.epoch, session.epoch)
+    except StateError as error:
+        raise (OtherRunError(str(error)) if message.epoch > session.epoch else error) from None
     if (message.source_stage, message.target_stage) != (session.source, session.target):
         raise StateError(
             f"stream from stage {message.source_stage} to stage {message.target_stage} "

@@ -1,4 +1,4 @@
-"""The transport between workers: one gRPC stream per directed pair, mutual TLS, every peer proven by its certificate."""
+"""The transport between workers: a gRPC stream per directed pair, mutual TLS, every peer proven by its certificate."""
 
 from __future__ import annotations
 
@@ -6,44 +6,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import grpc
 
-from fusion.base.errors import AuthError, ConfigError, FusionError, StateError, UnreachableError, WireError
+from fusion.base.errors import AuthError, ConfigError, FusionError, StateError, UnreachableError
 from fusion.base.ids import Epoch, Incarnation, JobId, NodeId, StageIndex
 from fusion.protocol.messages import Session
 from fusion.security.credentials import Credentials, Role
 from fusion.security.tls import Caller, node_server_name, server_credentials
 from fusion.transport.assembler import Assembler, Limit, ReceiveCounters
 from fusion.transport.base import Incoming, Outgoing, Receiver
-from fusion.transport.channels import (
-    DATA_PLANE_CLIENT_OPTIONS,
-    DATA_PLANE_SERVER_OPTIONS,
-    Option,
-    backoff_s,
-    open_channel,
-)
-from fusion.transport.frames import DEFAULT_WINDOW_BYTES, check_hello, frame, hello, parse_frame
+from fusion.transport.channels import DATA_PLANE_CLIENT_OPTIONS, DATA_PLANE_SERVER_OPTIONS, Option, open_channel
+from fusion.transport.dialling import OutgoingStream
+from fusion.transport.frames import DEFAULT_WINDOW_BYTES, check_hello, frame, hello
 from fusion.transport.outbox import Outbox, SendCounters
-from fusion.transport.streams import METHOD, RETRY_KEY, IncomingStream, handlers
+from fusion.transport.streams import IncomingStream, handlers
+from fusion.wire.v1 import peer_pb2
 
 __all__ = ["GrpcTransport", "PeerInfo"]
 
 _DRAIN_S = 5.0
-_REPLACED_S = 10.0  #: how long a worker of an earlier run may still answer at the address of the one we want
-_TLS_MISMATCH = ("CERTIFICATE_VERIFY_FAILED", "is not in peer certificate")
-_TLS_MISMATCHES = 3  #: so many answers in a row with a wrong certificate are no accident
-_FINAL = {
-    grpc.StatusCode.UNAUTHENTICATED: AuthError,
-    grpc.StatusCode.PERMISSION_DENIED: AuthError,
-    grpc.StatusCode.FAILED_PRECONDITION: StateError,
-    grpc.StatusCode.ALREADY_EXISTS: StateError,
-    grpc.StatusCode.INVALID_ARGUMENT: WireError,
-    grpc.StatusCode.UNIMPLEMENTED: WireError,
-}
+_BETTER_WORDS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +47,21 @@ class _Peer:
     """Everything about the link to one peer, both ways. `ended`, once set, stays."""
 
     stage: StageIndex
+    label: str
     info: PeerInfo
     outbox: Outbox
-    assembler: Assembler
-    outgoing_session: Session
+    outgoing: OutgoingStream
     incoming_session: Session
+    assembler: Assembler
     incoming: IncomingStream | None = None
     outgoing_open: bool = False
     incoming_open: bool = False
-    ended: str = ""  #: "", "lost" or "departed"
+    ended: str = ""  #: "", "was lost" or "has left"
+    reason: str = ""  #: of the end
     failure: FusionError | None = None  #: why it cannot be reached, while starting
-    last_words: str = "no answer"  #: of the last attempt that failed
-    call: Any = None
-    thread: threading.Thread | None = None
 
     def __str__(self) -> str:
-        return f"stage {self.stage} ({self.info.name} at {self.info.address})"
+        return self.label
 
 
 class _ThreadPerStream(futures.Executor):
@@ -118,7 +103,7 @@ class GrpcTransport:
         credentials: Credentials,
         limit: Limit,
         server_tls: grpc.ServerCredentials | None = None,
-        interceptors: Sequence[grpc.ServerInterceptor] = (),
+        interceptors: Sequence[grpc.ServerInterceptor[Any, Any]] = (),
         routes: Mapping[str, str] | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         client_options: Sequence[Option] = DATA_PLANE_CLIENT_OPTIONS,
@@ -135,13 +120,13 @@ class GrpcTransport:
         self._receiver: Receiver | None = None
         self._server: grpc.Server | None = None
         self._port = 0
-        self._started = self._closing = False
-        self._stop_dialling = threading.Event()
+        self._serving = self._started = self._closing = False
         self._peers = {number: self._make_peer(number, info, limit) for number, info in peers.items()}
 
     def _make_peer(self, number: StageIndex, info: PeerInfo, limit: Limit) -> _Peer:
         out = Session(self.job, self.epoch, self.stage, number, self._incarnation, info.incarnation)
         back = Session(self.job, self.epoch, number, self.stage, info.incarnation, self._incarnation)
+        label = f"stage {number} ({info.name} at {info.address})"
 
         def returned(count_bytes: int) -> None:
             stream = peer.incoming
@@ -149,7 +134,9 @@ class GrpcTransport:
                 stream.give_credit(count_bytes)
 
         outbox = Outbox(out, self._next_sequence)
-        peer = _Peer(number, info, outbox, Assembler(back, self.window_bytes, limit, returned), out, back)
+        outgoing = OutgoingStream(self, label, out, outbox, lambda: self._open_channel(info))
+        assembler = Assembler(back, self.window_bytes, limit, returned)
+        peer = _Peer(number, label, info, outbox, outgoing, back, assembler)
         return peer
 
     def _next_sequence(self) -> int:
@@ -185,13 +172,11 @@ class GrpcTransport:
         """
         self._receiver = receiver
         self.listen()
-        assert self._server is not None  # noqa: S101 - listen has just made it
+        assert self._server is not None  # listen has just made it
         self._server.start()
+        self._serving = True
         for peer in self._peers.values():
-            peer.thread = threading.Thread(
-                target=self._dial, args=(peer,), name=f"fusion-dial-{self.stage}-{peer.stage}", daemon=True
-            )
-            peer.thread.start()
+            peer.outgoing.start()
         with self._changed:
             self._changed.wait_for(lambda: self._problem() is not None or self._complete(), connect_timeout_s)
             problem = self._problem()
@@ -206,17 +191,19 @@ class GrpcTransport:
         return all(peer.outgoing_open and peer.incoming_open for peer in self._peers.values())
 
     def _problem(self) -> FusionError | None:
+        if self._closing:
+            return StateError(f"stage {self.stage} was closed while it was connecting")
         for peer in self._peers.values():
             if peer.failure is not None:
                 return peer.failure
             if peer.ended:
-                return UnreachableError(f"{peer} {peer.ended} while connecting: {peer.last_words}")
+                return UnreachableError(f"{peer} {peer.ended} while connecting: {peer.reason}")
         return None
 
     def _lateness(self, timeout_s: float) -> FusionError:
         for peer in self._peers.values():
             if not peer.outgoing_open:
-                return UnreachableError(f"{peer} does not answer within {timeout_s:g} s: {peer.last_words}")
+                return UnreachableError(f"{peer} does not answer within {timeout_s:g} s: {peer.outgoing.last_words}")
         late = next(peer for peer in self._peers.values() if not peer.incoming_open)
         return UnreachableError(
             f"{late} answers, but has not connected to {self._listen} within {timeout_s:g} s; is it open to it?"
@@ -240,7 +227,7 @@ class GrpcTransport:
             if self._closing:
                 return
             self._closing = True
-        self._stop_dialling.set()
+            self._changed.notify_all()
         end_s = time.monotonic() + (_DRAIN_S if self._started else 0.5)
         peers = list(self._peers.values())
         for peer in peers:
@@ -248,25 +235,24 @@ class GrpcTransport:
             if peer.incoming is not None:
                 peer.incoming.say_goodbye(reason)
             if not peer.outgoing_open:
-                self._cancel(peer)
+                peer.outgoing.stop()
         for peer in peers:
-            _join(peer.thread, end_s - time.monotonic())
+            peer.outgoing.join(end_s - time.monotonic())
             peer.outbox.abort()
-            self._cancel(peer)
+            peer.outgoing.stop()
         for peer in peers:
-            _join(peer.thread, 5.0)
-        if self._server is not None:
-            self._server.stop(grace=max(0.5, end_s - time.monotonic())).wait(10.0)
+            peer.outgoing.join(5.0)
+        self._stop_server(max(0.5, end_s - time.monotonic()))
         for peer in peers:
             if peer.incoming is not None:
                 peer.incoming.join(2.0)
-            peer.assembler.drop()
 
-    @staticmethod
-    def _cancel(peer: _Peer) -> None:
-        call = peer.call
-        if call is not None:
-            call.cancel()
+    def _stop_server(self, grace_s: float) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            if not self._serving:
+                server.start()  # grpc gives a port back only when a server that runs is stopped
+            server.stop(grace_s).wait(grace_s + 5.0)
 
     # --- the end of a link -------------------------------------------------------------------------------------
 
@@ -275,22 +261,105 @@ class GrpcTransport:
         with self._changed:
             first = not peer.ended
             if first:
-                peer.ended, peer.last_words = how, words
+                peer.ended, peer.reason = how, words
             tell = first and self._started and not self._closing
             self._changed.notify_all()
         peer.outbox.abort()
         return tell
 
-    def lose(self, peer_stage: StageIndex, reason: str) -> None:
+    def _lose(self, peer: _Peer, reason: str) -> None:
         """Nothing more goes to or comes from this peer; the worker is told, once."""
-        peer = self._peers[peer_stage]
-        tell = self._end(peer, "lost", reason)
-        self._cancel(peer)
+        tell = self._end(peer, "was lost", reason)
+        peer.outgoing.stop()
         if peer.incoming is not None:
             peer.incoming.end(grpc.StatusCode.ABORTED, reason)
         if tell and self._receiver is not None:
-            self._receiver.on_lost(peer_stage, reason)
+            self._receiver.on_lost(peer.stage, reason)
 
-    def depart(self, peer_stage: StageIndex, reason: str) -> None:
-        """The peer has said goodbye: what is meant for it is dropped, and its stream's end is no loss."""
-        self._end(self._peers[peer_stage], "departed", reason)
+    # --- streams that peers have opened ------------------------------------------------------------------------
+
+    def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        return IncomingStream(self, requests, context).responses()
+
+    def admit(self, stream: IncomingStream, greeting: peer_pb2.Hello, who: Caller) -> tuple[Assembler, bytes]:
+        """Take a peer's stream as the one of its link; the errors are what the peer is told."""
+        cluster = self._credentials.cluster
+        if who.cluster != cluster or who.role is not Role.NODE:
+            raise AuthError(f"only nodes of cluster {cluster} exchange tensors, you are {who.role} of {who.cluster}")
+        source = StageIndex(greeting.source_stage)
+        peer = self._peers.get(source)
+        session = Session(
+            self.job, self.epoch, source, self.stage, Incarnation(greeting.incarnation), self._incarnation
+        )
+        check_hello(greeting, session if peer is None else peer.incoming_session, answer=False)
+        if peer is None:
+            raise StateError(f"stage {source} exchanges nothing with stage {self.stage} in epoch {self.epoch}")
+        if who.identity != peer.info.node:
+            raise AuthError(f"stage {source} is node {peer.info.node} by the plan, you are {who.identity}")
+        self._adopt(peer, stream)
+        return peer.assembler, frame(hello=hello(peer.incoming_session, answer=True, window_bytes=self.window_bytes))
+
+    def _adopt(self, peer: _Peer, stream: IncomingStream) -> None:
+        with self._changed:
+            if self._closing:
+                raise UnreachableError(f"stage {self.stage} is closing")
+            if peer.ended:
+                raise StateError(f"stage {peer.stage} {peer.ended} before: {peer.reason}")
+            old = peer.incoming
+            if old is not None and (self._started or not old.untouched):
+                raise StateError(f"stage {peer.stage} has a stream to stage {self.stage} already")
+            peer.incoming, peer.incoming_open = stream, True
+            self._changed.notify_all()
+        if old is not None:  # its first attempt was cut before it heard our answer
+            old.end(grpc.StatusCode.ABORTED, "replaced by a newer stream")
+
+    def receive(self, message: Incoming) -> None:
+        """Hand a whole message to the worker."""
+        if self._receiver is not None and not self._closing:
+            self._receiver.on_message(message)
+
+    def parted(self, stage: StageIndex, reason: str) -> None:
+        """The peer has said goodbye: what is meant for it is dropped, and its streams' end is no loss."""
+        self._end(self._peers[stage], "has left", reason)
+
+    def broken(self, stream: IncomingStream, stage: StageIndex, reason: str) -> None:
+        """A stream that had been admitted has ended without a goodbye."""
+        peer = self._peers[stage]
+        with self._changed:
+            if not stream.ended_here:  # our own stream to the peer ends too, and its status may tell why
+                self._changed.wait_for(lambda: peer.ended or self._closing, _BETTER_WORDS_S)
+            if peer.incoming is not stream or peer.ended or self._closing:
+                return  # while we close, peers that heard our goodbye end their streams
+            again = stream.untouched and not self._started
+            if again:  # the peer may try again
+                peer.incoming, peer.incoming_open = None, False
+        if not again:
+            self._lose(peer, f"{peer}: {reason}")
+
+    # --- our streams to peers ----------------------------------------------------------------------------------
+
+    def _open_channel(self, info: PeerInfo) -> grpc.Channel:
+        return open_channel(
+            self._routes.get(info.address, info.address),
+            self._credentials,
+            node_server_name(self._credentials.cluster, info.node),
+            self._client_options,
+        )
+
+    def opened(self, stage: StageIndex) -> None:
+        """Our stream to a peer stands."""
+        with self._changed:
+            self._peers[stage].outgoing_open = True
+            self._changed.notify_all()
+
+    def unreachable(self, stage: StageIndex, error: FusionError) -> None:
+        """A peer refuses for good."""
+        with self._changed:
+            self._peers[stage].failure = error
+            self._changed.notify_all()
+
+    def cut(self, stage: StageIndex, reason: str) -> None:
+        """Our stream to a peer has ended."""
+        peer = self._peers[stage]
+        if not peer.ended and not self._closing:
+            self._lose(peer, f"{peer}: {reason}")

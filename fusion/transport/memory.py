@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from itertools import count
 
-from fusion.base.errors import UnreachableError, WireError
+from fusion.base.errors import StateError, UnreachableError, WireError
 from fusion.base.ids import Epoch, Incarnation, JobId, StageIndex
 from fusion.protocol.messages import Session
 from fusion.transport.assembler import Assembler, Limit, ReceiveCounters
@@ -106,7 +106,7 @@ class MemoryTransport:
         self._sequence = count(1)
         self._sequence_lock = threading.Lock()
         self._gone: set[StageIndex] = set()  # lost or departed
-        self._begun = self._started = self._closed = False
+        self._begun = self._started = self._closing = self._closed = False
 
     def next_sequence(self) -> int:
         """Return the next number of this stage's messages."""
@@ -119,13 +119,14 @@ class MemoryTransport:
         with changed:
             self._receiver, self._begun = receiver, True
             changed.notify_all()
-            changed.wait_for(lambda: self._gone or not self._missing(), connect_timeout_s)
+            changed.wait_for(lambda: self._closed or self._gone or not self._missing(), connect_timeout_s)
             absent = sorted(self._gone) or self._missing()
-            if not absent:
-                self._started = True
-        if absent:
+            self._started = not self._closed and not absent
+        if not self._started:
             self.close("could not start")
-            raise UnreachableError(f"stage {absent[0]} is not there after {connect_timeout_s:g} s")
+            if absent:
+                raise UnreachableError(f"stage {absent[0]} is not there after {connect_timeout_s:g} s")
+            raise StateError(f"stage {self.stage} was closed while it was connecting")
         for link in self.outgoing.values():
             link.outbox.open(link.window_bytes)
             link.thread.start()
@@ -179,8 +180,11 @@ class MemoryTransport:
     def close(self, reason: str) -> None:
         """Send what is queued (for at most 5 s), say goodbye and stop the threads."""
         with self._network.changed:
-            if self._closed:
+            if self._closing:
                 return
+            self._closing = True
+            self._closed = not self._started
+            self._network.changed.notify_all()
         links = list(self.outgoing.values())
         for link in links:
             link.outbox.finish(reason)

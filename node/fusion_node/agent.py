@@ -182,6 +182,13 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Listen for commands under this registration, and no other; 0: under none."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Send a heartbeat; answered or not, never wait for it."""
 
@@ -250,7 +257,7 @@ class Note:
     text: str
 
 
-Action = Register | Heartbeat | StartWorker | StopWorker | ReportStage | ReportMetrics | Leave | Exit | Note
+Action = Register | Watch | Heartbeat | StartWorker | StopWorker | ReportStage | ReportMetrics | Leave | Exit | Note
 
 
 @dataclass(slots=True)
@@ -355,6 +362,7 @@ class Agent:
             event.incarnation, event.sent_s, event.heartbeat_s, event.self_fence_s, now_s + event.heartbeat_s
         )
         self._do(Note("info", f"registered, incarnation {event.incarnation}"))
+        self._do(Watch(event.incarnation))
 
     def _register_failed(self, event: RegisterFailed) -> None:
         if self._leaving or self._exit:
@@ -385,6 +393,7 @@ class Agent:
         self._registration = None
         self._waiting = None
         self._do(Note("warning", f"registration lost: {detail}"))
+        self._do(Watch(0))
         if self._worker is not None:
             report = StageStateReport("failed", f"the node lost its lease: {detail}; its worker was stopped", "lease")
             self._stop_worker("the node's lease is over", FENCE_GRACE_S, report)
@@ -574,6 +583,7 @@ class Agent:
         if self._exit is not None:
             return
         self._exit, self._registration, self._waiting = how, None, None
+        self._do(Watch(0))
         if self._worker is None:
             self._do(how)
         else:

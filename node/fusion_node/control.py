@@ -14,7 +14,7 @@ from fusion.base.errors import FusionError, UnreachableError
 from fusion.protocol.status import from_rpc_error
 from fusion.security.credentials import Credentials
 from fusion.security.tls import coordinator_server_name
-from fusion.transport.channels import open_aio_channel
+from fusion.transport.channels import CLIENT_OPTIONS, open_aio_channel
 from fusion.wire.v1 import node_pb2, node_pb2_grpc
 
 T = TypeVar("T")
@@ -26,6 +26,13 @@ CALL_DEADLINE_S = 10.0
 PROBE_DEADLINE_S = 20.0  #: the coordinator itself waits for the connection
 LEAVE_DEADLINE_S = 2.0
 WATCH_SILENCE_S = 25.0  #: the coordinator pings far more often
+#: A coordinator that comes back is found well within a lease; grpc's own waits would grow to 15 s.
+CHANNEL_OPTIONS = (
+    *(option for option in CLIENT_OPTIONS if "reconnect_backoff" not in option[0]),
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # what one attempt may take, with its TLS handshake
+    ("grpc.max_reconnect_backoff_ms", 3_000),
+)
 OLD_CHANNEL_S = 60.0  #: how long calls under way may go on over a replaced channel
 
 
@@ -43,7 +50,7 @@ class Control:
     def _open(self, credentials: Credentials) -> None:
         self.address = credentials.coordinator
         name = coordinator_server_name(credentials.cluster)
-        self._channels = [open_aio_channel(self.address, credentials, name) for _ in range(2)]
+        self._channels = [open_aio_channel(self.address, credentials, name, CHANNEL_OPTIONS) for _ in range(2)]
         self._calls, self._heartbeats = (_stub(channel) for channel in self._channels)
 
     def replace(self, credentials: Credentials) -> None:

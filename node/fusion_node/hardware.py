@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,7 +17,9 @@ import msgspec
 import psutil
 
 from fusion.base.errors import ConfigError
+from fusion.base.units import format_bytes
 from fusion.wire.v1 import node_pb2
+from fusion_node.ipc import one_line
 from fusion_node.supervisor import worker_environment
 
 MEMORY_SHARE = 0.8  #: of what is there, unless the owner states a limit
@@ -91,7 +94,7 @@ def package_version(package: str) -> str:
         return ""
 
 
-def look(limits: Limits, cache: Path) -> Hardware:
+async def look(limits: Limits, cache: Path) -> Hardware:
     """Find out what this machine offers within `limits`; takes seconds when the speed is not in the file `cache`.
 
     ConfigError if the device is not there, or the benchmark cannot run.
@@ -102,9 +105,10 @@ def look(limits: Limits, cache: Path) -> Hardware:
     if limits.flops and known:
         found = _Measured("cpu", cpu_name())
     elif limits.flops:
-        found = _benchmark(limits.device, threads, 0.0)
+        found = await _benchmark(limits.device, threads, 0.0)
     else:
-        found = _cached_speed("cpu" if known else limits.device, threads, cache)
+        found = await _cached_speed("cpu" if known else limits.device, threads, cache)
+    _check_memory(limits.max_memory_bytes, found)
     total_bytes = found.device_memory_bytes or available_memory_bytes()
     return Hardware(
         device=found.device,
@@ -113,6 +117,14 @@ def look(limits: Limits, cache: Path) -> Hardware:
         flops=limits.flops or found.flops,
         threads=threads,
     )
+
+
+def _check_memory(limit_bytes: int, found: _Measured) -> None:
+    there_bytes = found.device_memory_bytes or psutil.virtual_memory().total
+    if limit_bytes > there_bytes:
+        raise ConfigError(
+            f"--max-memory: {format_bytes(limit_bytes)} is more than {found.device} has ({format_bytes(there_bytes)})"
+        )
 
 
 def accelerator_possible() -> bool:
@@ -159,12 +171,12 @@ def cpu_name() -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def _cached_speed(device: str, threads: int, cache: Path) -> _Measured:
+async def _cached_speed(device: str, threads: int, cache: Path) -> _Measured:
     """Return the measurement in `cache` for this device, thread count and torch version, or make it."""
     key = f"{device} threads={threads} torch={package_version('torch')} cpu={cpu_name()}"
     known = _read_cache(cache)
     if key not in known:
-        known[key] = _benchmark(device, threads, BENCHMARK_S)
+        known[key] = await _benchmark(device, threads, BENCHMARK_S)
         _write_cache(cache, known)
     return known[key]
 
@@ -177,29 +189,44 @@ def _read_cache(cache: Path) -> dict[str, _Measured]:
 
 
 def _write_cache(cache: Path, known: dict[str, _Measured]) -> None:
-    cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(known)))
-    temporary.replace(cache)
+    with contextlib.suppress(OSError):  # measured again the next time
+        cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(known)))
+        temporary.replace(cache)
 
 
-def _benchmark(device: str, threads: int, seconds: float) -> _Measured:
+def _not_measured(device: str, reason: str) -> ConfigError:
+    return ConfigError(f"the speed of {device} cannot be measured: {reason}; state it with --speed")
+
+
+async def _benchmark(device: str, threads: int, seconds: float) -> _Measured:
     options = ["--device", device, "--threads", str(threads), "--seconds", str(seconds)]
+    pipe = asyncio.subprocess.PIPE
     try:
-        done = subprocess.run(
-            [*BENCHMARK_COMMAND, *options],
+        process = await asyncio.create_subprocess_exec(
+            *BENCHMARK_COMMAND,
+            *options,
             env=worker_environment(threads),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=BENCHMARK_DEADLINE_S,
-            check=False,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
         )
-        found = msgspec.convert(json.loads(done.stdout.splitlines()[-1]), _Measured)
-    except subprocess.TimeoutExpired:
+    except OSError as error:
+        raise _not_measured(device, str(error)) from None
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), BENCHMARK_DEADLINE_S)
+    except TimeoutError:
         raise ConfigError(f"the speed of {device} was not measured within {BENCHMARK_DEADLINE_S:.0f} s") from None
-    except (OSError, IndexError, ValueError, msgspec.ValidationError) as error:
-        tail = " ".join(done.stderr.decode("utf-8", "replace").split())[-300:] if "done" in locals() else str(error)
-        raise ConfigError(f"the speed of {device} cannot be measured: {tail or error}; state it with --speed") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    try:
+        found = msgspec.convert(json.loads(output.splitlines()[-1]), _Measured)
+    except (IndexError, ValueError, msgspec.ValidationError):
+        reason = one_line(errors.decode("utf-8", "replace"))[-300:] or f"exit code {process.returncode}"
+        raise _not_measured(device, reason) from None
     if found.error:
         raise ConfigError(f"--device: {found.error}")
     return found

@@ -14,15 +14,22 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fusion.base.address import join_address, split_address
-from fusion.base.errors import ConfigError
-from fusion.wire.v1 import node_pb2
+from fusion.base.errors import ConfigError, UnreachableError
+
+if TYPE_CHECKING:
+    from fusion.wire.v1 import node_pb2
 
 DEFAULT_PORT = 7445
 DEFAULT_LISTEN = f"0.0.0.0:{DEFAULT_PORT}"
 NONCE_BYTES = 32
-Probe = Callable[[str, bytes], Awaitable[node_pb2.ProbeResponse]]
+Probe = Callable[[str, bytes], "Awaitable[node_pb2.ProbeResponse]"]
+
+
+class NotReachableError(UnreachableError):
+    """Other nodes cannot reach this one, and its owner wants to know rather than go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ def check_advertised(address: str, coordinator: str) -> str:
         raise ConfigError(f"--advertise: {address} needs a port from 1 to 65535")
     if is_loopback(host) and not is_loopback(split_address("coordinator", coordinator)[0]):
         raise ConfigError(
-            f"--advertise: {address} is this machine for everybody who dials it; state an address that other nodes reach"
+            f"--advertise: {address} means the machine that dials it; state an address that other nodes reach"
         )
     try:
         number = ipaddress.ip_address(host.partition("%")[0])
@@ -136,6 +143,7 @@ async def find_out(listen: str, advertise: str, coordinator: str, probe: Probe) 
 
 def _what_to_open(address: str, port: int, detail: str) -> str:
     host, advertised_port = split_address("address", address)
+    detail = detail.removeprefix(f"{address}: ")
     return (
         f"other nodes cannot reach this one at {address} ({detail or 'no connection'}): let TCP connections to "
         f"{host} port {advertised_port} through to port {port} of this machine (firewall, port forwarding of the "

@@ -50,7 +50,10 @@ async def keep_renewed(
         while clock.wall_s() < due_s:
             await asyncio.sleep(min(LOOK_S, due_s - clock.wall_s()))
         credentials = await _renew_with_patience(credentials, control, clock)
-        credentials.save(directory)
+        try:
+            credentials.save(directory)
+        except OSError as error:  # this process goes on with it; the next one would not
+            log.error("renewed certificate not stored", extra=fields(directory=directory, reason=error))
         control.replace(credentials)
         use(credentials)
         log.info("certificate renewed", extra=fields(identity=credentials.identity))

@@ -122,6 +122,7 @@ class Supervisor:
         """Start a worker with `config`; `name` (a safe file name) is its log's. WorkerExited comes in any case."""
         if self._task is not None and not self._task.done():
             raise RuntimeError("a worker is still running")
+        self._early_stops.clear()
         self._task = asyncio.get_running_loop().create_task(self._run(config, name), name="worker")
 
     def stop(self, reason: str, grace_s: float, ask: bool = True) -> None:
@@ -168,7 +169,6 @@ class Supervisor:
                 limit=MAX_LINE_BYTES,
             )
         except OSError as error:
-            self._early_stops.clear()
             self._on_event(WorkerExited("error", f"worker did not start: {error}"))
             return
         self._process = process

@@ -21,6 +21,7 @@ from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
 from fusion.graph.dag import InputKind
 from fusion.graph.partition import Partition, partition
+from fusion.plan.schedule import make_schedule
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import DataSpec, JobSpec, job_from_proto
@@ -29,7 +30,6 @@ from fusion.runtime.data import DataSet, files_needed, open_data
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.local import apply_settings
 from fusion.runtime.machine import StageRole
-from fusion.runtime.schedule import make_schedule
 from fusion.runtime.stage import StageRecord, StageRunner
 from fusion.runtime.tensorfile import load_tensors, save_tensors
 from fusion.security.credentials import Credentials

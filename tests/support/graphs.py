@@ -55,24 +55,25 @@ class GraphBuilder:
     def call(
         self,
         name: str,
+        /,
         *arguments: Argument,
         shape: Sequence[int] = (),
-        dtype: str = "float32",
+        out_dtype: str = "float32",
         outputs: Sequence[Value] | None = None,
         no_grad: bool = False,
         cost: Cost | None = None,
         **keywords: Argument,
     ) -> Ref:
         """Add an operator; returns its first output. A result requires a gradient where an argument does."""
-        made = Operator(name, arguments, tuple(keywords.items()))
-        grad = not no_grad and dtype.startswith("float") and any(self.values[v].requires_grad for v in made.reads())
-        wanted = outputs or [Value(TensorSpec(dtype, tuple(shape)), requires_grad=grad)]
+        made = Operator(name, arguments, tuple(sorted(keywords.items())))
+        grad = not no_grad and out_dtype.startswith("float") and any(self.values[v].requires_grad for v in made.reads())
+        wanted = outputs or [Value(TensorSpec(out_dtype, tuple(shape)), requires_grad=grad)]
         refs = [self._value(item) for item in wanted]
         self.operators.append(
             Operator(
                 name,
                 arguments,
-                tuple(keywords.items()),
+                tuple(sorted(keywords.items())),
                 tuple(ref.value for ref in refs),
                 no_grad=no_grad,
                 cost=cost or Cost(moved_bytes=sum(item.bytes for item in wanted)),

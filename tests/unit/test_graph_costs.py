@@ -15,7 +15,6 @@ from fusion.graph.dag import Operator, Ref, TensorSpec, Value
 from tests.support.operators import Call
 
 
-
 def _forward_count(*shapes: Any, **_: Any) -> int:
     return int(sdpa_flop_count(*shapes[:3]))
 

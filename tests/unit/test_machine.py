@@ -8,7 +8,7 @@ from fusion.base.ids import EdgeId, StageIndex
 from fusion.protocol.messages import MessageKind
 from fusion.runtime import machine
 from fusion.runtime.machine import Key, StageMachine, StageRole
-from fusion.runtime.schedule import parse_schedule
+from fusion.plan.schedule import parse_schedule
 
 
 def _machine(role: StageRole, schedule: str = "F0 F1 B0 B1", **settings: int) -> StageMachine:
@@ -40,7 +40,7 @@ def test_a_forward_waits_for_all_its_edges_and_only_for_its_own_micro_batch() ->
     stage.arrived(Key(MessageKind.ACTIVATION, 1, 1, 1))
     stage.arrived(Key(MessageKind.ACTIVATION, 1, 0, 0))
     assert stage.take() is None
-    assert stage.missing() == (Key(MessageKind.ACTIVATION, 1, 0, 1),)
+    assert stage.missing() == {Key(MessageKind.ACTIVATION, 1, 0, 1)}
     stage.arrived(Key(MessageKind.ACTIVATION, 1, 0, 1))
     assert stage.take() == machine.Forward(1, 0)
     stage.sent(1, 0, ())
@@ -51,7 +51,7 @@ def test_a_backward_waits_for_exactly_the_gradients_that_its_forward_asked_for()
     stage = _machine(_role(0, 2, outgoing=(EdgeId(0), EdgeId(1))), "F0 B0")
     assert stage.take() == machine.Forward(1, 0)
     stage.sent(1, 0, (EdgeId(1),))
-    assert stage.missing() == (Key(MessageKind.GRADIENT, 1, 0, 1),)
+    assert stage.missing() == {Key(MessageKind.GRADIENT, 1, 0, 1)}
     stage.arrived(Key(MessageKind.GRADIENT, 1, 0, 1))
     assert stage.take() == machine.Backward(1, 0)
 
@@ -61,7 +61,7 @@ def test_the_first_stage_gives_the_verdict_once_the_sums_of_those_behind_are_the
     stage.take()
     stage.sent(1, 0, ())
     assert [type(stage.take()).__name__ for _ in range(2)] == ["Backward", "SumTied"]
-    assert stage.missing() == (Key(MessageKind.NORM, 1, 0, 0),)
+    assert stage.missing() == {Key(MessageKind.NORM, 1, 0, 0)}
     stage.arrived(Key(MessageKind.NORM, 1, 0, 0))
     assert [type(stage.take()).__name__ for _ in range(2)] == ["Norm", "Update"]
 
@@ -76,7 +76,7 @@ def test_a_later_stage_sends_its_sums_before_it_waits_for_the_verdict_and_the_ot
     assert stage.take() is None
     stage.arrived(Key(MessageKind.VERDICT, 1, 0, 0))
     assert stage.take() == machine.Verdict(1)
-    assert stage.missing() == (Key(MessageKind.TIED, 1, 0, 0),)
+    assert stage.missing() == {Key(MessageKind.TIED, 1, 0, 0)}
     stage.arrived(Key(MessageKind.TIED, 1, 0, 0))
     assert [type(stage.take()).__name__ for _ in range(2)] == ["SumTied", "Update"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusion.base.errors import ConfigError
-from fusion.runtime.schedule import (
+from fusion.plan.schedule import (
     check_schedule,
     format_schedule,
     make_schedule,

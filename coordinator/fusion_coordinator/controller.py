@@ -1,0 +1,382 @@
+"""Drives the pure core: takes requests and time, commits the events that follow, and tells the nodes.
+
+Everything that changes the state goes through one lock: decide, commit to disk, apply, act. Whoever asked is answered
+after the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from fusion.base.clock import Clock
+from fusion.base.errors import ConfigError, FusionError, PlanError, StateError, UnreachableError
+from fusion.base.ids import ClusterId, JobId, NodeId
+from fusion.observe.logs import fields
+from fusion.plan.types import Plan
+from fusion.protocol.job import job_from_proto
+from fusion.protocol.plan import plan_to_proto
+from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
+from fusion_coordinator.blobs import BlobFiles
+from fusion_coordinator.decide import failures, nodes, scheduling
+from fusion_coordinator.liveness import JobWatch, Presence, reported
+from fusion_coordinator.planning import Planner
+from fusion_coordinator.progress import JobProgress, ProgressBook, Signal
+from fusion_coordinator.session import Session
+from fusion_coordinator.settings import Settings
+from fusion_coordinator.state import AnyEvent, State, apply_all
+from fusion_coordinator.state.events import (
+    JobEnded,
+    JobPlanned,
+    JobSubmitted,
+    JobWaits,
+    NodeGone,
+    NodeRegistered,
+    Revoked,
+    StageMoved,
+)
+from fusion_coordinator.state.records import JobRecord, JobState, NodeState, StageRecord, StageState
+from fusion_coordinator.store.base import Answer, Request
+from fusion_coordinator.store.thread import StoreThread
+
+log = logging.getLogger("fusion.coordinator.controller")
+M = TypeVar("M", bound=Message)
+R = TypeVar("R")
+_COMPACT_EVERY = 500  #: events
+
+
+class Controller:
+    """The coordinator's one driver. Use it in the event loop that `start` ran in."""
+
+    def __init__(
+        self, cluster: ClusterId, store: StoreThread, files: BlobFiles, settings: Settings, clock: Clock
+    ) -> None:
+        self.cluster, self.store, self.files, self.settings, self.clock = cluster, store, files, settings, clock
+        self.state = State()
+        self.presences: dict[NodeId, Presence] = {}
+        self.progress = ProgressBook(store, settings.flush_s, settings.log_lines_per_job)
+        self._watches: dict[JobId, JobWatch] = {}
+        self._sessions: dict[NodeId, Session] = {}
+        self._planner = Planner(files)
+        self._lock = asyncio.Lock()
+        self._jobs_changed = Signal()
+        self._schedule_wanted = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._since_compaction = 0
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        """Load the state; every known node gets a fresh lease, every active job a fresh deadline."""
+        self.state = await self.store.run(self.store.store.load)
+        now_s, wall_s = self.clock.monotonic_s(), self.clock.wall_s()
+        for node in self.state.nodes.values():
+            if node.state is NodeState.MEMBER:
+                self.presences[node.node] = Presence(node.incarnation, now_s, wall_s)
+        for job in self.state.jobs.values():
+            if job.state.active:
+                failed = any(stage.state is StageState.FAILED for stage in job.stages)
+                self._watches[job.job] = JobWatch(now_s, failed_since_s=now_s if failed else None)
+        await self._compact()
+        for work in (self._sweep_for_ever, self._schedule_for_ever, self.progress.run):
+            task = asyncio.get_running_loop().create_task(work(), name=work.__name__)
+            task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
+        self._schedule_wanted.set()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Only a bug or a broken disk ends one of them; the process must not go on half alive."""
+        if not task.cancelled() and task.exception() is not None and not self.failed.done():
+            self.failed.set_exception(task.exception() or RuntimeError("ended"))
+
+    def end_streams(self) -> None:
+        """Let every Watch stream end, because the process does."""
+        for session in self._sessions.values():
+            session.end(UnreachableError("the coordinator is stopping"))
+
+    async def stop(self) -> None:
+        """End all tasks and write what waits. Nodes and jobs go on as they are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._planner.close()
+        async with self._lock:
+            await self.progress.flush()
+            await self._compact()
+
+    async def _compact(self) -> None:
+        self._since_compaction = 0
+        await self.store.run(self.store.store.compact, self.state, self.clock.wall_s())
+
+    # ---- changes ----
+
+    async def change(self, decide: Callable[[State], tuple[Sequence[AnyEvent], R]]) -> R:
+        """Decide on the present state, commit the events, apply them, act on them; return the decision's result."""
+        async with self._lock:
+            events, result = decide(self.state)
+            await self._commit(events, None)
+            return result
+
+    async def once(self, request: Request, kind: type[M], decide: Callable[[State], tuple[Sequence[AnyEvent], M]]) -> M:
+        """As `change`, for a request that may come again: it has its effect once, and the same answer every time."""
+        _check_request_id(request.request_id)
+        async with self._lock:
+            earlier = await self.store.run(self.store.store.answer, request, self.clock.wall_s())
+            if earlier is not None:
+                return kind.FromString(earlier)
+            events, message = decide(self.state)
+            expires_wall_s = self.clock.wall_s() + self.settings.answers_kept_s
+            await self._commit(events, Answer(request, message.SerializeToString(), expires_wall_s))
+            return message
+
+    async def answered(self, request: Request, kind: type[M]) -> M | None:
+        """Return the answer that the request had earlier, if it had one."""
+        _check_request_id(request.request_id)
+        earlier = await self.store.run(self.store.store.answer, request, self.clock.wall_s())
+        return None if earlier is None else kind.FromString(earlier)
+
+    async def _commit(self, events: Sequence[AnyEvent], answer: Answer | None) -> None:
+        state = apply_all(events, self.state)  # an impossible event is found before it is written
+        if events or answer is not None:
+            await self.store.run(self.store.store.commit, events, answer)
+        self.state = state
+        for event in events:
+            await self._act(event)
+        self._since_compaction += len(events)
+        if self._since_compaction >= _COMPACT_EVERY:
+            await self._compact()
+
+    # ---- consequences of events ----
+
+    async def _act(self, event: AnyEvent) -> None:
+        match event:
+            case NodeRegistered():
+                log.info("node registered", extra=fields(node=event.name, address=event.address, host=event.seen_host))
+                self._end_session(event.node, StateError("the node registered anew"))
+                now_s = self.clock.monotonic_s()
+                self.presences[event.node] = Presence(event.incarnation, now_s, self.clock.wall_s())
+            case NodeGone():
+                log.warning(f"node {event.state}", extra=fields(node=event.node, reason=event.reason))
+                self._end_session(event.node, StateError(f"the node is {event.state}: {event.reason}; register again"))
+                self.presences.pop(event.node, None)
+                self._schedule_wanted.set()
+            case Revoked():
+                self._end_session(NodeId(event.identity), StateError("the node's certificate was revoked"))
+            case JobSubmitted():
+                await self._note(event.job, "info", f"submitted: {event.steps} steps")
+                self._schedule_wanted.set()
+            case JobWaits():
+                await self._note(event.job, "info", f"waits: {event.reason}")
+            case JobPlanned():
+                await self._job_planned(event)
+            case StageMoved():
+                await self._stage_moved(event)
+            case JobEnded():
+                level = "error" if event.state is JobState.FAILED else "warning"
+                await self._note(event.job, level, f"{event.state.name.lower()}: {event.reason}")
+                self._job_over(self.state.jobs[event.job], event.reason)
+        self._jobs_changed.give()
+
+    async def _job_planned(self, event: JobPlanned) -> None:
+        job = self.state.jobs[event.job]
+        self._watches[event.job] = JobWatch(self.clock.monotonic_s())
+        names = ", ".join(stage.node_name for stage in job.stages)
+        await self._note(event.job, "info", f"epoch {event.epoch}: {len(job.stages)} stages on {names}")
+        for index, stage in enumerate(job.stages):
+            self._send(stage, node_pb2.Command(assign=self._assignment(job, index)))
+
+    async def _stage_moved(self, event: StageMoved) -> None:
+        job = self.state.jobs[event.job]
+        stage = job.stages[event.stage]
+        text = f"stage {event.stage} on {stage.node_name} is {event.state.name.lower()}"
+        level = "error" if event.state is StageState.FAILED else "info"
+        await self._note(event.job, level, text + (f": {event.detail}" if event.detail else ""))
+        presence = self.presences.get(stage.node)
+        if event.state.ended and presence is not None:
+            self.presences[stage.node] = replace(presence, job="")
+        if job.state is JobState.SUCCEEDED:
+            await self._note(event.job, "info", "succeeded")
+            self._job_over(job, "the job succeeded")
+        elif event.state.ended:
+            self._schedule_wanted.set()
+
+    def _job_over(self, job: JobRecord, reason: str) -> None:
+        self._watches.pop(job.job, None)
+        for stage in job.stages:
+            if not stage.state.ended:
+                self._send_stop(stage, job, reason)
+        self._schedule_wanted.set()
+
+    def _send_stop(self, stage: StageRecord, job: JobRecord, reason: str) -> None:
+        stop = node_pb2.StopWorker(job_id=job.job, epoch=job.epoch, reason=reason)
+        self._send(stage, node_pb2.Command(stop=stop))
+
+    def _send(self, stage: StageRecord, command: node_pb2.Command) -> None:
+        session = self._sessions.get(stage.node)
+        if session is not None and session.incarnation == stage.incarnation:
+            session.push(command)
+
+    def _assignment(self, job: JobRecord, stage: int) -> plan_pb2.Assignment:
+        return plan_pb2.Assignment(
+            job_id=job.job,
+            cluster_id=self.cluster,
+            stage=stage,
+            job_spec=job.spec,
+            plan=plan_pb2.Plan.FromString(job.plan),
+        )
+
+    async def job_progress(self, job: JobRecord) -> JobProgress:
+        """Return a job's steps and lines."""
+        return await self.progress.of(job.job, len(job.stages))
+
+    async def _note(self, job: JobId, level: str, text: str) -> None:
+        log.log(logging.getLevelName(level.upper()), text, extra=fields(job=job))
+        progress = await self.job_progress(self.state.jobs[job])
+        self.progress.note(progress, self.clock.wall_s(), level, text)
+
+    def jobs_changed(self) -> asyncio.Event:
+        """Return an event that is set when any job changes its state."""
+        return self._jobs_changed.take()
+
+    # ---- nodes ----
+
+    def open_session(self, node: NodeId, incarnation: int) -> Session:
+        """Begin a Watch stream; an earlier one of the node ends. What was never delivered is sent now."""
+        nodes.current(self.state, node, incarnation)
+        self._end_session(node, StateError("a newer Watch stream of this node took over"))
+        session = Session(node, incarnation)
+        self._sessions[node] = session
+        self.presences[node] = replace(self.presences[node], watching=True)
+        for job, index, stage in nodes.stages_on(self.state, node, incarnation):
+            if stage.state is StageState.ASSIGNED:
+                session.push(node_pb2.Command(assign=self._assignment(job, index)))
+        self._schedule_wanted.set()
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """The stream is over, whoever ended it."""
+        if self._sessions.get(session.node) is not session:
+            return
+        del self._sessions[session.node]
+        presence = self.presences.get(session.node)
+        if presence is not None and presence.incarnation == session.incarnation:
+            self.presences[session.node] = replace(presence, watching=False)
+
+    def _end_session(self, node: NodeId, error: FusionError) -> None:
+        session = self._sessions.get(node)
+        if session is not None:
+            session.end(error)
+            self.close_session(session)
+
+    def heartbeat(self, node: NodeId, presence: Presence) -> None:
+        """Keep what a heartbeat told. A worker that nobody needs any more is stopped, in case it was not told."""
+        was_busy = bool(self.presences[node].job)
+        self.presences[node] = presence
+        job = self.state.jobs.get(JobId(presence.job)) if presence.job else None
+        if presence.job and (job is None or job.state.ended or job.epoch != presence.epoch):
+            stop = node_pb2.StopWorker(job_id=presence.job, epoch=presence.epoch, reason="the job has ended")
+            session = self._sessions.get(node)
+            if session is not None:
+                session.push(node_pb2.Command(stop=stop))
+        if was_busy and not presence.job:
+            self._schedule_wanted.set()
+
+    def stage_reported(self, job: JobId, stage: int, failed: bool) -> None:
+        """Note that a stage gave a sign of life."""
+        if job in self._watches:
+            self._watches[job] = reported(self._watches[job], stage, failed, self.clock.monotonic_s())
+
+    # ---- time ----
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.sweep_s)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """End leases that are over and jobs that have failed."""
+        if self._leases() or self._verdicts(self.state):
+            await self.change(lambda state: (self._leases(), None))
+            await self.change(lambda state: (self._verdicts(state), None))
+
+    def _leases(self) -> list[AnyEvent]:
+        now_s, wall_s = self.clock.monotonic_s(), self.clock.wall_s()
+        return nodes.leases_over(self.state, self.presences, now_s, wall_s, self.settings)
+
+    def _verdicts(self, state: State) -> list[AnyEvent]:
+        now_s, wall_s = self.clock.monotonic_s(), self.clock.wall_s()
+        events: list[AnyEvent] = []
+        for job_id, watch in self._watches.items():
+            job = state.jobs[job_id]
+            reason = failures.verdict(job, watch, self.presences, now_s, self.settings) if job.state.active else None
+            if reason is not None:
+                events.append(JobEnded(wall_s, job_id, JobState.FAILED, reason))
+        return events
+
+    # ---- scheduling ----
+
+    async def _schedule_for_ever(self) -> None:
+        while True:
+            await self._schedule_wanted.wait()
+            self._schedule_wanted.clear()
+            for job in scheduling.queued(self.state):
+                await self._try_to_start(job)
+
+    async def _try_to_start(self, job: JobRecord) -> None:
+        spec = job_from_proto(job_pb2.JobSpec.FromString(job.spec))
+        free, remarks = scheduling.split_by_torch(scheduling.idle(self.state, self.presences), spec.torch_version)
+        if not free:
+            await self._wait(job, scheduling.waits_for_nodes(self.state, remarks))
+            return
+        try:
+            plan = await self._planner.plan(scheduling.cluster_of(free), spec)
+        except PlanError as error:
+            await self._wait(job, "; ".join([str(error), *remarks]))
+            return
+        except FusionError as error:
+            reason = f"no plan is possible: {error}"
+            await self.change(lambda state: (_if_queued(state, job, self._ended(job, reason)), None))
+            return
+        except Exception as error:  # a fault in the planner must not end the coordinator
+            log.exception("planner failed", extra=fields(job=job.job))
+            reason = f"no plan: internal error {type(error).__name__}; see the coordinator's log"
+            await self.change(lambda state: (_if_queued(state, job, self._ended(job, reason)), None))
+            return
+        await self.change(lambda state: (self._start_job(state, job, plan), None))
+
+    def _ended(self, job: JobRecord, reason: str) -> JobEnded:
+        return JobEnded(self.clock.wall_s(), job.job, JobState.FAILED, reason)
+
+    async def _wait(self, job: JobRecord, reason: str) -> None:
+        def decide(state: State) -> tuple[list[AnyEvent], None]:
+            event = JobWaits(self.clock.wall_s(), job.job, reason)
+            return (_if_queued(state, job, event) if state.jobs[job.job].reason != reason else []), None
+
+        await self.change(decide)
+
+    def _start_job(self, state: State, job: JobRecord, plan: Plan) -> list[AnyEvent]:
+        """Put a plan in force if the nodes that it was made for are still free; else it is made again."""
+        free = {(node.node, node.incarnation) for node in scheduling.idle(state, self.presences)}
+        if any((stage.node, stage.incarnation) not in free for stage in plan.stages):
+            self._schedule_wanted.set()
+            return []
+        plan = replace(plan, epoch=scheduling.next_epoch(job))
+        stages = tuple(StageRecord(stage.node, stage.node_name, stage.incarnation) for stage in plan.stages)
+        body = plan_to_proto(plan).SerializeToString(deterministic=True)
+        event = JobPlanned(self.clock.wall_s(), job.job, plan.epoch, body, stages)
+        return _if_queued(state, job, event)
+
+
+def _if_queued(state: State, job: JobRecord, event: AnyEvent) -> list[AnyEvent]:
+    return [event] if state.jobs[job.job].state is JobState.QUEUED else []
+
+
+def _check_request_id(request_id: str) -> None:
+    if not 8 <= len(request_id) <= 64 or not request_id.isprintable():
+        raise ConfigError("request_id must be 8..64 printable characters, fresh for every request")

@@ -1,0 +1,102 @@
+"""Why a job fails. The first report is often only a consequence, so the root cause gets a moment to arrive."""
+
+from __future__ import annotations
+
+from fusion_coordinator.liveness import JobWatch, Presence, Presences
+from fusion_coordinator.settings import Settings
+from fusion_coordinator.state.records import JobRecord, JobState, StageRecord, StageState
+
+_RANK = {"out-of-memory": 0, "error": 1, "crash": 2, "lease": 3}  #: whose word counts more, of several
+_WORDS = {
+    "out-of-memory": "ran out of memory",
+    "error": "failed",
+    "crash": "crashed",
+    "lease": "ended its work, because it had no answer from the coordinator",
+}
+
+
+def verdict(job: JobRecord, watch: JobWatch, presences: Presences, now_s: float, settings: Settings) -> str | None:
+    """Return the one line that ends an active job, or None while there is nothing to end it, or not yet."""
+    return (
+        _root_cause(job)
+        or _peer_lost(job, watch, presences, now_s, settings)
+        or _never_ready(job, watch, now_s, settings)
+        or _vanished(job, watch, presences, now_s, settings)
+    )
+
+
+def _name(index: int, stage: StageRecord) -> str:
+    return f"node {stage.node_name} (stage {index})"
+
+
+def _after(text: str) -> str:
+    return f": {text}" if text else ""
+
+
+def _root_cause(job: JobRecord) -> str | None:
+    """A failure that is nobody else's consequence."""
+    found = [
+        (_RANK.get(stage.cause, 9), index, stage)
+        for index, stage in enumerate(job.stages)
+        if stage.state is StageState.FAILED and stage.cause != "peer-lost"
+    ]
+    if found:
+        _, index, stage = min(found, key=lambda item: item[:2])
+        return f"{_name(index, stage)} {_WORDS.get(stage.cause, 'failed')}{_after(stage.detail)}"
+    for index, stage in enumerate(job.stages):
+        if stage.state is StageState.STOPPED:
+            return f"{_name(index, stage)} stopped its worker{_after(stage.detail)}"
+    return None
+
+
+def _peer_lost(job: JobRecord, watch: JobWatch, presences: Presences, now_s: float, settings: Settings) -> str | None:
+    """Some stages lost another. If that one's node has lost the coordinator too, it is gone; else wait for a cause."""
+    reports = [
+        (index, stage)
+        for index, stage in enumerate(job.stages)
+        if stage.state is StageState.FAILED and stage.cause == "peer-lost"
+    ]
+    for index, stage in reports:
+        if 0 <= stage.peer_stage < len(job.stages):
+            peer = job.stages[stage.peer_stage]
+            if not peer.state.ended and not _connected(peer, presences.get(peer.node)):
+                return (
+                    f"{_name(stage.peer_stage, peer)} was lost: its connections to the coordinator and to "
+                    f"{_name(index, stage)} broke"
+                )
+    if not reports or watch.failed_since_s is None or now_s - watch.failed_since_s < settings.blame_wait_s:
+        return None
+    index, stage = reports[0]
+    if not 0 <= stage.peer_stage < len(job.stages):
+        return f"{_name(index, stage)} lost its connection to a peer{_after(stage.detail)}"
+    peer_name = _name(stage.peer_stage, job.stages[stage.peer_stage])
+    return f"{_name(index, stage)} lost its connection to {peer_name}{_after(stage.detail)}"
+
+
+def _connected(stage: StageRecord, presence: Presence | None) -> bool:
+    return presence is not None and presence.incarnation == stage.incarnation and presence.watching
+
+
+def _never_ready(job: JobRecord, watch: JobWatch, now_s: float, settings: Settings) -> str | None:
+    """A stage that starts may take long, as long as it says so now and then."""
+    if job.state is not JobState.STARTING:
+        return None
+    for index, stage in enumerate(job.stages):
+        silent_s = now_s - watch.last_sign_s(index)
+        if not stage.state.ready and silent_s >= settings.start_timeout_s:
+            last = f"its last report is {stage.state.name.lower()}{_after(stage.detail)}"
+            return f"{_name(index, stage)} did not start: nothing heard of it for {silent_s:.0f} s, {last}"
+    return None
+
+
+def _vanished(job: JobRecord, watch: JobWatch, presences: Presences, now_s: float, settings: Settings) -> str | None:
+    """A node that is well but runs nothing, though it reported a worker: whatever it had to say was lost with it."""
+    for index, stage in enumerate(job.stages):
+        presence = presences.get(stage.node)
+        if stage.state.ended or stage.state is StageState.ASSIGNED or presence is None:
+            continue
+        if presence.incarnation != stage.incarnation or presence.idle_since_s is None:
+            continue
+        if now_s - max(presence.idle_since_s, watch.last_sign_s(index)) >= settings.vanished_s:
+            return f"{_name(index, stage)} no longer runs its worker, and did not say why"
+    return None

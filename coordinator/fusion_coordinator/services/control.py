@@ -1,0 +1,192 @@
+"""What node daemons call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fusion.base.errors import AuthError, WireError
+from fusion.base.ids import JobId, NodeId
+from fusion.observe.logs import fields
+from fusion.security.ca import CertificateAuthority, read_csr
+from fusion.security.credentials import Role, identity_of
+from fusion.wire.v1 import node_pb2, node_pb2_grpc
+from fusion_coordinator import addresses
+from fusion_coordinator.controller import Controller
+from fusion_coordinator.decide import jobs, nodes
+from fusion_coordinator.decide.enrolment import hash_secret
+from fusion_coordinator.decide.jobs import Report
+from fusion_coordinator.decide.nodes import Registration
+from fusion_coordinator.liveness import heard
+from fusion_coordinator.services.enrolment import RateLimit
+from fusion_coordinator.services.guard import host_of, who
+from fusion_coordinator.state import AnyEvent, State
+from fusion_coordinator.state.records import HardwareRecord, NodeState, StageState, WeightsRecord
+from fusion_coordinator.store.base import Request
+
+log = logging.getLogger("fusion.coordinator.control")
+MAX_STEPS_PER_REPORT = 10_000
+MAX_STEP = 10**9
+_REGISTER = "/fusion.wire.v1.NodeControl/Register"
+
+
+class NodeControlService(node_pb2_grpc.NodeControlServicer):
+    """Registration, leases, commands and reports."""
+
+    def __init__(self, controller: Controller, ca: CertificateAuthority) -> None:
+        self._controller, self._ca = controller, ca
+        self._probes = RateLimit(per_s=1.0, burst=10)
+        self._skewed: set[NodeId] = set()
+
+    async def Register(self, request: node_pb2.RegisterRequest, context: Any) -> node_pb2.RegisterResponse:  # noqa: N802
+        """Register the caller under a new incarnation."""
+        node, host = NodeId(who(context).identity), host_of(context)
+        addresses.check_stated("address", request.address, host)
+        asked = Registration(node, request.name, request.address, host, _hardware(request.hardware), request.protocol)
+        controller, settings = self._controller, self._controller.settings
+        now_s, wall_s = controller.clock.monotonic_s(), controller.clock.wall_s()
+
+        def decide(state: State) -> tuple[list[AnyEvent], node_pb2.RegisterResponse]:
+            presence = controller.presences.get(node)
+            events, incarnation = nodes.register(state, presence, asked, now_s, wall_s, settings)
+            return events, node_pb2.RegisterResponse(
+                incarnation=incarnation,
+                lease_s=settings.lease_s,
+                heartbeat_s=settings.heartbeat_s,
+                self_fence_s=settings.self_fence_s,
+            )
+
+        # The same request id with another content would be another request: the content is part of the key.
+        content = hash_secret(request.address.encode() + request.hardware.SerializeToString(deterministic=True))
+        key = Request(node, f"{_REGISTER}#{content.hex()[:16]}", request.request_id)
+        return await controller.once(key, node_pb2.RegisterResponse, decide)
+
+    async def Heartbeat(self, request: node_pb2.HeartbeatRequest, context: Any) -> node_pb2.HeartbeatResponse:  # noqa: N802
+        """Renew the caller's lease."""
+        node, controller = NodeId(who(context).identity), self._controller
+        nodes.current(controller.state, node, request.incarnation)
+        now_s, wall_s = controller.clock.monotonic_s(), controller.clock.wall_s()
+        presence = heard(
+            controller.presences[node], request.sequence, request.job_id, request.epoch, request.step, now_s, wall_s
+        )
+        controller.heartbeat(node, presence)
+        self._compare_clocks(node, request.wall_clock_s - wall_s)
+        return node_pb2.HeartbeatResponse(wall_clock_s=wall_s, revoked=sorted(controller.state.revoked))
+
+    def _compare_clocks(self, node: NodeId, difference_s: float) -> None:
+        """Nothing is decided by it, but certificates will be (F24)."""
+        if abs(difference_s) <= self._controller.settings.skew_warning_s:
+            self._skewed.discard(node)
+        elif node not in self._skewed:
+            self._skewed.add(node)
+            name = self._controller.state.nodes[node].name
+            log.warning(f"clock of node {name} differs by {difference_s:+.0f} s", extra=fields(node=node))
+
+    async def Watch(self, request: node_pb2.WatchRequest, context: Any) -> AsyncIterator[node_pb2.Command]:  # noqa: N802
+        """Push commands until the registration ends."""
+        controller = self._controller
+        session = controller.open_session(NodeId(who(context).identity), request.incarnation)
+        try:
+            yield node_pb2.Command(ping=node_pb2.Ping())
+            while True:
+                command = await session.next(controller.settings.ping_s)
+                yield command if command is not None else node_pb2.Command(ping=node_pb2.Ping())
+        finally:
+            controller.close_session(session)
+
+    async def ReportStage(self, request: node_pb2.StageReport, context: Any) -> node_pb2.StageReportResponse:  # noqa: N802
+        """Take a stage's state. Repeating it changes nothing."""
+        controller, wall_s = self._controller, self._controller.clock.wall_s()
+        weights = None
+        if request.HasField("weights"):
+            weights = WeightsRecord(request.weights.digest, request.weights.size_bytes)
+            await self._check_weights(weights)
+        report = Report(
+            NodeId(who(context).identity),
+            request.incarnation,
+            request.job_id,
+            request.epoch,
+            request.stage,
+            request.state,
+            request.detail,
+            request.cause,
+            request.peer_stage,
+            weights,
+        )
+        events = await controller.change(lambda state: (found := jobs.stage_report(state, report, wall_s), found))
+        failed = any(event.state is StageState.FAILED for event in events)
+        job = controller.state.jobs[JobId(request.job_id)]
+        controller.stage_reported(job.job, request.stage, failed)
+        if failed:
+            await controller.sweep()
+        return node_pb2.StageReportResponse()
+
+    async def _check_weights(self, weights: WeightsRecord) -> None:
+        store = self._controller.store
+        blob = await store.run(store.store.blob, weights.digest)
+        if blob is None or blob.size_bytes != weights.size_bytes:
+            raise WireError(f"weights {weights.digest[:64]} are not in the store; upload them before reporting")
+
+    async def ReportMetrics(self, request: node_pb2.MetricsReport, context: Any) -> node_pb2.MetricsReportResponse:  # noqa: N802
+        """Take steps and log lines; answered once they are on disk."""
+        controller, node = self._controller, NodeId(who(context).identity)
+        if len(request.steps) > MAX_STEPS_PER_REPORT or len(request.logs) > MAX_STEPS_PER_REPORT:
+            raise WireError(f"a report holds at most {MAX_STEPS_PER_REPORT} steps and lines")
+        job = controller.state.jobs.get(JobId(request.job_id))
+        mine = [index for index, stage in enumerate(job.stages) if stage.node == node] if job is not None else []
+        stages = {part.stage for part in request.steps} or set(mine) or {0}
+        for stage in stages:
+            job = jobs.owned_stage(controller.state, node, request.incarnation, request.job_id, request.epoch, stage)
+        assert job is not None  # found for at least one stage
+        if any(not 1 <= part.step <= MAX_STEP for part in request.steps):
+            raise WireError(f"step must be 1..{MAX_STEP}")
+        progress = await controller.job_progress(job)
+        await controller.progress.add(progress, request.steps, request.logs)
+        return node_pb2.MetricsReportResponse()
+
+    async def ProbeReachability(self, request: node_pb2.ProbeRequest, context: Any) -> node_pb2.ProbeResponse:  # noqa: N802
+        """Say where the call comes from and, if an address is stated, whether the caller is reached there."""
+        host = host_of(context)
+        if not request.address:
+            return node_pb2.ProbeResponse(seen_host=host)
+        if not self._probes.take(who(context).identity, self._controller.clock.monotonic_s()):
+            return node_pb2.ProbeResponse(detail="too many probes; try again in a few seconds", seen_host=host)
+        found = await addresses.probe(request.address, request.nonce, host)
+        return node_pb2.ProbeResponse(reachable=found.reachable, detail=found.detail, seen_host=host)
+
+    async def Renew(self, request: node_pb2.RenewRequest, context: Any) -> node_pb2.RenewResponse:  # noqa: N802
+        """Return a new certificate for the caller's own key."""
+        key = read_csr(request.csr_der)
+        if identity_of(key) != who(context).identity:
+            raise AuthError("csr_der is for another key; a certificate is renewed with the key that it has")
+        wall_s = self._controller.clock.wall_s()
+        return node_pb2.RenewResponse(certificate_pem=self._ca.issue(key, Role.NODE, wall_s))
+
+    async def Leave(self, request: node_pb2.LeaveRequest, context: Any) -> node_pb2.LeaveResponse:  # noqa: N802
+        """End the caller's registration. Doing so twice changes nothing."""
+        node, wall_s = NodeId(who(context).identity), self._controller.clock.wall_s()
+        reason = " ".join(request.reason.split())[:200] or "it was told to"
+
+        def decide(state: State) -> tuple[list[AnyEvent], None]:
+            record = state.nodes.get(node)
+            if record is None or record.incarnation != request.incarnation or record.state is not NodeState.MEMBER:
+                return [], None
+            return nodes.gone(state, node, request.incarnation, NodeState.LEFT, reason, wall_s), None
+
+        await self._controller.change(decide)
+        return node_pb2.LeaveResponse()
+
+
+def _hardware(message: node_pb2.Hardware) -> HardwareRecord:
+    return HardwareRecord(
+        message.device,
+        message.device_name,
+        message.memory_bytes,
+        message.flops,
+        message.threads,
+        message.platform,
+        message.python_version,
+        message.torch_version,
+        message.package_version,
+    )

@@ -1,0 +1,163 @@
+"""`fusion demo`: a coordinator and several nodes as real processes here, the links between them like a WAN's."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fusion.cli.output import json_option, print_json
+
+if TYPE_CHECKING:
+    from fusion.cli.demoreport import Display, Outcome
+    from fusion.job.job import Job
+    from fusion.job.run import Run
+    from fusion.protocol.metrics import StepMetrics
+
+DEFAULT_STEPS = {"gpt": 40, "resnet": 60}
+TERMINATED = 143
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the command line asks for."""
+
+    nodes: int
+    steps: int
+    model: str
+    wan: bool
+
+
+@click.command()
+@click.option("--nodes", default=4, show_default=True, type=click.IntRange(1, 16), help="Node daemons to start.")
+@click.option("--steps", type=click.IntRange(1, 100_000), help="Optimizer steps; default: 40 (gpt) or 60 (resnet).")
+@click.option("--model", type=click.Choice(list(DEFAULT_STEPS)), default="gpt", show_default=True)
+@click.option("--wan/--no-wan", default=True, help="Shape the links like a WAN's between three places (default).")
+@click.option("--keep", is_flag=True, help="Keep the directory with the logs.")
+@json_option
+def demo(nodes: int, steps: int | None, model: str, wan: bool, keep: bool, as_json: bool) -> None:
+    """Train a model over an emulated WAN on this machine, and compare with the same job in one process.
+
+    A coordinator and the nodes run as processes of their own, with mutual TLS, on loopback. They end with the demo,
+    however it ends.
+    """
+    wishes = Wishes(nodes, steps or DEFAULT_STEPS[model], model, wan)
+    with _terminable():
+        directory = Path(tempfile.mkdtemp(prefix="fusion-demo-"))
+        try:
+            outcome = _run(wishes, directory)
+        finally:
+            if keep:
+                click.echo(f"logs and state are in {directory}", err=True)
+            else:
+                shutil.rmtree(directory, ignore_errors=True)
+    if as_json:
+        print_json(outcome.as_json())
+    else:
+        for line in outcome.lines():
+            click.echo(line)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that everything is cleaned up."""
+
+    def leave(_number: int, _frame: Any) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(wishes: Wishes, directory: Path) -> Outcome:
+    from fusion.cli.democluster import DemoCluster
+    from fusion.cli.demoreport import Display, Outcome
+    from fusion.cli.demowan import DemoWan
+    from fusion.cli.helpers import Helpers
+
+    start_s = time.monotonic()
+    with Display(wishes.steps) as display, Helpers(directory / "logs") as helpers:
+        display.say(f"starting a coordinator and {wishes.nodes} nodes")
+        cluster = DemoCluster(helpers, directory, wishes.nodes)
+        wan = DemoWan(cluster.nodes, directory) if wishes.wan else None
+        cluster.start_coordinator()
+        cluster.start_nodes({} if wan is None else wan.start(helpers, cluster.environment))
+        job = _make_job(wishes)  # takes as long as the nodes take to come up
+        cluster.wait_for_nodes()
+        display.say(f"capturing and submitting {job.name}")
+        with job.submit(cluster.address, cluster.credentials) as run:
+            metrics, reference = _train(job, run, display, helpers, f"{wishes.nodes} nodes")
+            stages = run.status().stages
+        links = {} if wan is None else wan.links
+        return Outcome(wishes.model, metrics, reference, stages, links, time.monotonic() - start_s)
+
+
+def _make_job(wishes: Wishes) -> Job:
+    from fusion.cli.models import gpt_job, resnet_job
+
+    make = {"gpt": gpt_job, "resnet": resnet_job}[wishes.model]
+    return make(wishes.steps, determinism="strict", threads=1, stages=wishes.nodes)
+
+
+def _train(
+    job: Job, run: Run, display: Display, helpers: Any, name: str
+) -> tuple[list[StepMetrics], list[StepMetrics]]:
+    """Follow the run in a thread and compute the reference meanwhile: most of the time the nodes wait for the WAN."""
+    follower = _Follower(run, lambda step: display.step(name, step))
+
+    def reference_step(step: StepMetrics) -> None:
+        follower.check()
+        helpers.check()
+        display.step("one process", step)
+
+    reference = job.run_local(reference_step).metrics
+    while not follower.join_for(0.5):
+        helpers.check()
+    return follower.result(), reference
+
+
+class _Follower(threading.Thread):
+    """Collects a run's metrics; its error is raised where it is asked."""
+
+    def __init__(self, run: Run, on_step: Any) -> None:
+        super().__init__(name="demo-follower", daemon=True)
+        self._followed, self._on_step = run, on_step
+        self._metrics: list[StepMetrics] = []
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for step in self._followed.metrics():
+                self._metrics.append(step)
+                self._on_step(step)
+        except BaseException as error:  # noqa: BLE001 - raised by `check` in the thread that waits
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what has ended the run, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def join_for(self, seconds: float) -> bool:
+        """Wait for the run's end for a while; return whether it has come."""
+        self.join(seconds)
+        return not self.is_alive()
+
+    def result(self) -> list[StepMetrics]:
+        """Return the metrics of the run, which has ended."""
+        self.check()
+        return self._metrics

@@ -1,0 +1,263 @@
+"""Whatever a peer sends, in any order: messages come out as they went in, or nothing does."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fusion.base.errors import FusionError, StateError, WireError
+from fusion.base.ids import EdgeId, Epoch, Incarnation, JobId, StageIndex
+from fusion.base.layout import TensorLayout
+from fusion.graph.dag import DTYPE_BYTES
+from fusion.protocol.header import header_from_proto, header_to_proto, span_bytes
+from fusion.protocol.messages import MessageHeader, MessageKind, Session
+from fusion.transport.assembler import Assembler
+from fusion.transport.base import Outgoing
+from fusion.transport.frames import chunk_frame, frame, parse_frame
+from fusion.transport.outbox import Outbox
+from fusion.wire.v1 import peer_pb2
+
+SESSION = Session(JobId("job-aaaaaaaaaa"), Epoch(7), StageIndex(1), StageIndex(0), Incarnation(5), Incarnation(6))
+WINDOW = 1000
+LIMIT = 3000
+
+layouts = st.integers(0, 5).flatmap(
+    lambda rank: st.builds(
+        TensorLayout,
+        st.sampled_from(sorted(DTYPE_BYTES)),
+        st.lists(st.integers(0, 1000), min_size=rank, max_size=rank).map(tuple),
+        st.lists(st.integers(0, 10**6), min_size=rank, max_size=rank).map(tuple),
+        st.integers(0, 7),
+    )
+)
+headers = st.builds(
+    MessageHeader,
+    st.sampled_from(list(MessageKind)),
+    st.integers(0, 10**9),
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 2**31 - 1).map(EdgeId),
+    st.none() | layouts,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["none", "topk-16", "int8.z"]),
+)
+
+
+def to_proto(header: MessageHeader, **changes) -> peer_pb2.Header:
+    settings = {"message": 1, "sequence": 1, "payload_bytes": 0, "urgent": False} | changes
+    return header_to_proto(SESSION, header, **settings)
+
+
+@given(headers)
+def test_a_header_survives_the_wire(header):
+    again = peer_pb2.Header.FromString(to_proto(header).SerializeToString())
+    assert header_from_proto(again, SESSION) == header
+
+
+@given(st.binary(max_size=200))
+def test_b13_any_bytes_are_a_frame_or_a_wire_error(data):
+    try:
+        parsed = parse_frame(data)
+    except WireError:
+        return
+    try:
+        header_from_proto(parsed.header, SESSION)
+    except (WireError, StateError):
+        return
+
+
+@given(headers, st.data())
+def test_b13_a_header_cut_or_changed_at_any_byte_is_a_header_or_an_error_of_ours(header, data):
+    whole = frame(header=to_proto(header))
+    position = data.draw(st.integers(0, len(whole) - 1))
+    for damaged in (
+        whole[:position],
+        whole[:position] + bytes([data.draw(st.integers(0, 255))]) + whole[position + 1 :],
+    ):
+        assembler = Assembler(SESSION, WINDOW, lambda _header: LIMIT, lambda _count: None)
+        try:
+            arrived = assembler.header(parse_frame(damaged).header)
+        except FusionError:
+            assert assembler.outstanding_bytes == 0
+            continue
+        assert arrived is None or len(arrived.payload) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "float3"}, "is not one of"),
+        ({"dtype": ""}, "is not one of"),
+        ({"shape": [-1, 2]}, "outside 0"),
+        ({"shape": [2, 2**63 - 1]}, "outside 0"),
+        ({"shape": [0, 2**62]}, "outside 0"),
+        ({"shape": [0, 2**48], "strides": [2**48, 1]}, None),
+        ({"shape": [2**40, 2**40]}, "more than"),
+        ({"strides": [-1, 1]}, "outside 0"),
+        ({"strides": [1]}, "one stride each"),
+        ({"shape": [1] * 17, "strides": [1] * 17}, "17 dimensions"),
+        ({"alignment_offset": 16}, "less than 64 bytes"),
+        ({"shape": [], "strides": []}, None),
+    ],
+)
+def test_b22_a_layout_is_checked_by_exact_numbers(change, words):
+    settings = {"dtype": "float32", "shape": [2, 2], "strides": [2, 1], "alignment_offset": 0} | change
+    message = to_proto(MessageHeader(MessageKind.ACTIVATION, 7, 2, EdgeId(3)))
+    message.layout.CopyFrom(peer_pb2.Layout(**settings))
+    if words is None:
+        assert header_from_proto(message, SESSION).layout is not None
+        return
+    with pytest.raises(WireError, match=words) as caught:
+        header_from_proto(message, SESSION)
+    assert str(caught.value).startswith("activation edge 3 step 7 micro-batch 2: ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((), (), 4),
+        ((3, 4), (4, 1), 48),
+        ((3, 4), (1, 3), 48),
+        ((2, 2), (100, 1), 408),
+        ((5, 0), (1, 1), 0),
+        ((9,), (0,), 4),
+    ],
+)
+def test_a_layouts_span_reaches_from_the_first_to_the_last_element(shape, strides, expected):
+    assert span_bytes(TensorLayout("float32", shape, strides)) == expected
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=300))
+def test_our_encoding_of_a_chunk_is_protobufs(message, offset, data):
+    expected = peer_pb2.PeerFrame(chunk=peer_pb2.Chunk(message=message, offset=offset, data=data))
+    assert peer_pb2.PeerFrame.FromString(chunk_frame(message, offset, memoryview(data))) == expected
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * WINDOW)), max_size=20))
+def test_what_goes_into_an_outbox_comes_out_of_the_assembler(messages):
+    outbox = Outbox(SESSION, iter(range(1, 1000)).__next__)
+    assembler = Assembler(SESSION, WINDOW, lambda _header: LIMIT, outbox.credit)
+    outbox.open(WINDOW)
+    for number, (urgent, size) in enumerate(messages):
+        header = MessageHeader(MessageKind.ACTIVATION, 1, 0, EdgeId(number))
+        outbox.put(Outgoing(prepare=lambda h=header, n=number, s=size: (h, bytes([n]) * s), urgent=urgent))
+    outbox.finish("done")
+    came = []
+    for data in outbox.frames():
+        parsed = parse_frame(data)
+        body = parsed.WhichOneof("body")
+        if body == "goodbye":
+            break
+        arrived = assembler.header(parsed.header) if body == "header" else assembler.chunk(parsed.chunk)
+        if arrived is not None:
+            came.append((int(arrived.header.edge), bytes(arrived.payload)))
+            arrived.release()
+    order = [number for number, (urgent, _) in enumerate(messages) if urgent]
+    order += [number for number, (urgent, _) in enumerate(messages) if not urgent]
+    assert came == [(number, bytes([number]) * messages[number][1]) for number in order]
+    assert assembler.outstanding_bytes == 0
+
+
+class Reassembly(RuleBasedStateMachine):
+    """Chunks in any order, two classes at once, and releases at any time, against a model of a few lines."""
+
+    @initialize()
+    def begin(self):
+        self.credit = 0
+        self.assembler = Assembler(SESSION, WINDOW, lambda _header: LIMIT, self._returned)
+        self.number = 0
+        self.open: dict[bool, tuple[int, bytes, int]] = {}  # urgent -> number, payload, sent
+        self.held = []  # (incoming, cost)
+        self.charged = 0
+        self.dead = False
+
+    def _returned(self, count):
+        self.credit += count
+
+    alive = precondition(lambda self: not self.dead)
+
+    @alive
+    @rule(urgent=st.booleans(), size=st.integers(0, LIMIT + 10))
+    def announce(self, urgent, size):
+        self.number += 1
+        cost = 0 if urgent else size  # all sizes are below what is free for urgent messages
+        allowed = (
+            size <= LIMIT
+            and urgent not in self.open
+            and (not cost or not self.charged or self.charged + cost <= WINDOW)
+        )
+        message = to_proto(
+            MessageHeader(MessageKind.ACTIVATION, 1, 0, EdgeId(self.number)),
+            message=self.number, sequence=self.number, payload_bytes=size, urgent=urgent,
+        )  # fmt: skip
+        if not allowed:
+            with pytest.raises(WireError):
+                self.assembler.header(message)
+            self.dead = True
+            return
+        arrived = self.assembler.header(message)
+        self.charged += cost
+        if size == 0:
+            self._check(arrived, b"", cost)
+        else:
+            assert arrived is None
+            self.open[urgent] = (self.number, bytes((self.number + i) % 256 for i in range(size)), 0)
+
+    @alive
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), size=st.integers(0, 1000), shift=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 1, -1]))
+    def send_chunk(self, data, size, shift):
+        urgent = data.draw(st.sampled_from(sorted(self.open)))
+        number, payload, sent = self.open[urgent]
+        part = payload[sent : sent + size]
+        message = peer_pb2.Chunk(message=number, offset=max(0, sent + shift), data=part)
+        if not part or message.offset != sent:
+            with pytest.raises(WireError):
+                self.assembler.chunk(message)
+            self.dead = True
+            return
+        arrived = self.assembler.chunk(message)
+        if sent + len(part) < len(payload):
+            assert arrived is None
+            self.open[urgent] = (number, payload, sent + len(part))
+        else:
+            del self.open[urgent]
+            self._check(arrived, payload, 0 if urgent else len(payload))
+
+    @alive
+    @rule(number=st.integers(0, 50))
+    def chunk_of_a_message_that_is_not_under_way(self, number):
+        if number not in {each[0] for each in self.open.values()}:
+            with pytest.raises(WireError):
+                self.assembler.chunk(peer_pb2.Chunk(message=number, data=b"x"))
+            self.dead = True
+
+    @precondition(lambda self: self.dead)
+    @rule()
+    def a_new_stream(self):
+        self.begin()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.held)
+    def release(self, data):
+        arrived, cost = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        before = self.credit
+        arrived.release()
+        arrived.release()
+        assert self.credit == before + cost
+        self.charged -= cost
+
+    def _check(self, arrived, payload, cost):
+        assert bytes(arrived.payload) == payload
+        assert arrived.source == 1
+        self.held.append((arrived, cost))
+
+    @invariant()
+    def credit_is_accounted_for(self):
+        assert self.assembler.outstanding_bytes == self.charged
+
+
+TestReassembly = Reassembly.TestCase
+TestReassembly.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
