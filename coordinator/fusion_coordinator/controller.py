@@ -66,6 +66,7 @@ class Controller:
         self._lock = asyncio.Lock()
         self._jobs_changed = Signal()
         self._schedule_wanted = asyncio.Event()
+        self._node_came_s = -1e9  #: when a node last became free
         self._tasks: list[asyncio.Task[None]] = []
         self._since_compaction = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -256,7 +257,7 @@ class Controller:
         for job, index, stage in nodes.stages_on(self.state, node, incarnation):
             if stage.state is StageState.ASSIGNED:
                 session.push(node_pb2.Command(assign=self._assignment(job, index)))
-        self._schedule_wanted.set()
+        self._node_is_free()
         return session
 
     def close_session(self, session: Session) -> None:
@@ -285,7 +286,11 @@ class Controller:
             if session is not None:
                 session.push(node_pb2.Command(stop=stop))
         if was_busy and not presence.job:
-            self._schedule_wanted.set()
+            self._node_is_free()
+
+    def _node_is_free(self) -> None:
+        self._node_came_s = self.clock.monotonic_s()
+        self._schedule_wanted.set()
 
     def stage_reported(self, job: JobId, stage: int, failed: bool) -> None:
         """Note that a stage gave a sign of life."""
@@ -324,9 +329,14 @@ class Controller:
     async def _schedule_for_ever(self) -> None:
         while True:
             await self._schedule_wanted.wait()
+            while scheduling.queued(self.state) and (early_s := self._settles_in_s()) > 0:
+                await asyncio.sleep(early_s)
             self._schedule_wanted.clear()
             for job in scheduling.queued(self.state):
                 await self._try_to_start(job)
+
+    def _settles_in_s(self) -> float:
+        return self._node_came_s + self.settings.settle_s - self.clock.monotonic_s()
 
     async def _try_to_start(self, job: JobRecord) -> None:
         spec = job_from_proto(job_pb2.JobSpec.FromString(job.spec))

@@ -17,6 +17,9 @@ class Settings:
     start_timeout_s: float = 120.0  #: a stage that has not reported for that long before READY fails its job
     blame_wait_s: float = 3.0  #: how long a "peer lost" waits for a report of what really happened
     vanished_s: float = 12.0  #: a stage whose node says for that long that it runs nothing is gone
+    settle_s: float = (
+        2.0  #: a plan waits until no node has become free for that long: those started together count together
+    )
     ping_s: float = 5.0  #: between pings on a Watch stream
     sweep_s: float = 0.25  #: between looks at leases and deadlines
     flush_s: float = 0.25  #: metrics and logs wait at most that long for their common commit

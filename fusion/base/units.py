@@ -19,6 +19,10 @@ _FACTORS = {
     "ti": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(bit|b|byte|B)(?:/s|ps)\s*")  # b is a bit, B a byte
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s|min)\s*", re.IGNORECASE)
+_FLOPS = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmgt])?(?:flops?(?:/s)?)?\s*", re.IGNORECASE)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 def parse_bytes(field: str, text: str) -> int:
@@ -27,6 +31,39 @@ def parse_bytes(field: str, text: str) -> int:
     if match is None:
         raise ConfigError(f"{field}: {text[:40]!r} is not a size; write for example 512MiB, 8GiB or 2000000000")
     return int(float(match[1]) * _FACTORS[(match[2] or "").lower()])
+
+
+def parse_rate(field: str, text: str) -> float:
+    """Return bytes per second of a rate such as "100 Mbit/s", "1.5 Gbit/s" or "12 MB/s"."""
+    match = _RATE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{field}: {text[:40]!r} is not a rate; write for example 100 Mbit/s, 1 Gbit/s or 20 MB/s")
+    bits = 1 if match[3] in ("bit", "b") else 8
+    return float(match[1]) * _FACTORS[match[2].lower()] * bits / 8
+
+
+def parse_duration(field: str, text: str) -> float:
+    """Return the seconds of a duration such as "20 ms", "1.5 s" or "150 us"."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{field}: {text[:40]!r} is not a duration; write for example 20 ms, 1.5 s or 2 min")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def parse_flops(field: str, text: str) -> float:
+    """Return floating-point operations per second of a speed such as "10T", "500 GFLOPS" or "2.5e12"."""
+    match = _FLOPS.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{field}: {text[:40]!r} is not a speed; write for example 10T, 500 GFLOPS or 2e12")
+    return float(match[1]) * _FACTORS[(match[2] or "").lower()]
+
+
+def format_flops(flops: float) -> str:
+    """Return a speed as "12.5 TFLOPS"."""
+    for unit, factor in (("TFLOPS", 1e12), ("GFLOPS", 1e9), ("MFLOPS", 1e6)):
+        if flops >= factor:
+            return f"{flops / factor:.3g} {unit}"
+    return f"{flops:.3g} FLOPS"
 
 
 def format_bytes(count: float) -> str:

@@ -81,7 +81,12 @@ def expected_shape(op: Operator, values: Sequence[Value]) -> Shape | None:
     `op` is a call that the table allows. Raise ShapeError where the arguments do not fit together.
     """
     rule = RULES.get(TABLE[op.name].shape)
-    return None if rule is None else rule(ShapeCall(op, values))
+    if rule is None:
+        return None
+    try:
+        return rule(ShapeCall(op, values))
+    except (ArithmeticError, LookupError, ValueError):
+        raise ShapeError("the number or the shapes of its arguments do not fit together") from None
 
 
 def _same(call: ShapeCall) -> Shape | None:

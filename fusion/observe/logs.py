@@ -32,7 +32,10 @@ def fields(**values: object) -> dict[str, Any]:
 
 def _format_value(value: object) -> str:
     text = escape_control(f"{value:.6g}" if isinstance(value, float) else str(value))
-    return f'"{text}"' if not text or " " in text or '"' in text else text
+    if text and " " not in text and '"' not in text:
+        return text
+    quoted = text.replace('"', '\\"')
+    return f'"{quoted}"'
 
 
 class LineFormatter(logging.Formatter):

@@ -108,7 +108,7 @@ def _ending_at(
                     received_bytes -= graph.values[out].bytes
             for value in lifetimes.reads[position]:
                 if value in graph.producer:
-                    if value not in received and lifetimes.closure_to_recompute(value) is None:
+                    if value not in received and not lifetimes.is_recomputed(value):
                         received.add(value)
                         received_bytes += graph.values[value].bytes
                     continue

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from fusion.base.ids import Epoch, Incarnation, NodeId, StageIndex
 
@@ -17,13 +18,71 @@ class ClusterNode:
     incarnation: Incarnation
     memory_bytes: int  #: what its owner lets a job use
     flops: float  #: measured speed of real operators, floating-point operations per second
+    site: str = ""  #: nodes of one site share its uplink; empty: the node is a site of its own
+    bytes_per_s: float = 0.0  #: measured memory traffic of operators that only move bytes; 0: in proportion to `flops`
+    #: share of `flops` that an operator kind (`OperatorInfo.cost`) reaches here, where calibration has found it
+    efficiency: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A directed path between two nodes."""
+
+    rate_bytes_per_s: float  #: goodput
+    delay_s: float = 0.0  #: propagation, one way
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    """What all nodes of a site share towards other sites."""
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+
+
+#: What is assumed of nodes between which nothing was measured.
+UNMEASURED_LINK = Link(125_000_000.0, 0.001)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTable:
+    """All links of a cluster in little space: the entry for a pair of nodes goes before the one for their sites.
+
+    None as an entry, or as the default, is an absent link: these nodes cannot connect.
+    """
+
+    pairs: Mapping[tuple[NodeId, NodeId], Link | None] = field(default_factory=dict)  #: (source, target)
+    sites: Mapping[tuple[str, str], Link | None] = field(default_factory=dict)  #: (of the source, of the target)
+    default: Link | None = UNMEASURED_LINK
+    uplinks: Mapping[str, Uplink] = field(default_factory=dict)  #: by site
+
+    def between(self, source: ClusterNode, target: ClusterNode) -> Link | None:
+        """Return the link from one node to another, as fast as it is with nobody else on a shared uplink."""
+        found = self.pairs.get((source.node, target.node), self._by_site(source, target))
+        if found is None or not self.uplinks or site_of(source) == site_of(target):
+            return found
+        rate = found.rate_bytes_per_s
+        if (leaving := self.uplinks.get(site_of(source))) is not None:
+            rate = min(rate, leaving.out_bytes_per_s)
+        if (entering := self.uplinks.get(site_of(target))) is not None:
+            rate = min(rate, entering.in_bytes_per_s)
+        return Link(rate, found.delay_s)
+
+    def _by_site(self, source: ClusterNode, target: ClusterNode) -> Link | None:
+        return self.sites.get((site_of(source), site_of(target)), self.default)
+
+
+def site_of(node: ClusterNode) -> str:
+    """Return the node's site; a node without one is a site of its own, named like the node."""
+    return node.site or node.name
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The nodes that a plan may use, in a stable order."""
+    """The nodes that a plan may use, in a stable order, and the links between them."""
 
     nodes: tuple[ClusterNode, ...]
+    links: LinkTable = field(default_factory=LinkTable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +94,7 @@ class JobView:
     optimizer_bytes_per_parameter: int  #: state beside the weight and its gradient: AdamW 8, SGD with momentum 4
     max_stages: int = 0  #: 0: no limit
     cuts: tuple[int, ...] = ()  #: operator positions asked for by the job, instead of the planner's choice
+    compression: str = "none"  #: "none", "topk:R", "adatopk:R", "auto" or "auto:R"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +111,8 @@ class PlannedStage:
     memory_bytes: int  #: estimated need
     forward_s: float  #: estimated, per micro-batch
     backward_s: float
+    memory_limit_bytes: int = 0  #: what its node lets the job use; 0: not stated
+    in_flight: int = 0  #: micro-batches that it holds at once; 0: as the schedule's name says
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +123,8 @@ class PlannedLink:
     target: StageIndex
     codec: str
     bytes_per_step: int  #: estimated, before the codec
+    ratio: float = 1.0  #: of the codec: bytes before over bytes on the wire
+    seconds: float = 0.0  #: estimated, per micro-batch: transfer, delay, encoding and decoding; 0: not estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +136,4 @@ class Plan:
     links: tuple[PlannedLink, ...]
     schedule: str
     micro_batches: int
+    step_s: float = 0.0  #: estimated; 0: not estimated

@@ -46,6 +46,8 @@ class Store(coordinator_pb2_grpc.BlobsServicer):
     damage: list[int] = field(default_factory=list)  #: offsets at which one byte is wrong, once each
     refuse: grpc.StatusCode | None = None
     drop_answer: bool = False
+    stat_answer: coordinator_pb2.StatBlobResponse | None = None  #: said instead of the truth
+    get_answers: list[coordinator_pb2.GetBlobResponse] = field(default_factory=list)
     piece: int = MIB
 
     def _fault(self, context):
@@ -53,7 +55,9 @@ class Store(coordinator_pb2_grpc.BlobsServicer):
             context.set_trailing_metadata(((ERROR_KEY, "ConfigError"),))
             context.abort(self.refuse, "the disk is full; free space there")
 
-    def Stat(self, request, context):
+    def Stat(self, request, context):  # noqa: N802
+        if self.stat_answer is not None:
+            return self.stat_answer
         data = self.complete.get(request.digest)
         if data is None:
             received = len(self.partial.get(request.digest, b""))
@@ -66,7 +70,7 @@ class Store(coordinator_pb2_grpc.BlobsServicer):
             chunk_digests=digests if request.with_chunk_digests else b"",
         )
 
-    def Put(self, requests, context):
+    def Put(self, requests, context):  # noqa: N802
         self._fault(context)
         first = next(requests)
         self.puts.append(first.offset)
@@ -91,9 +95,12 @@ class Store(coordinator_pb2_grpc.BlobsServicer):
             return coordinator_pb2.PutBlobResponse(received_bytes=first.size_bytes, complete=True)
         return coordinator_pb2.PutBlobResponse(received_bytes=len(data))
 
-    def Get(self, request, context):
+    def Get(self, request, context):  # noqa: N802
         self._fault(context)
         self.gets.append((request.offset, request.length))
+        if self.get_answers:
+            yield self.get_answers.pop()
+            return
         data = self.complete[request.digest]
         end = request.offset + request.length if request.length else len(data)
         left = self.messages_until_break.pop(0) if self.messages_until_break else 1 << 30
@@ -121,8 +128,8 @@ def store(monkeypatch):
 
 @pytest.fixture
 def client(store):
-    with no_thread_left():
-        server = grpc.server(futures.ThreadPoolExecutor(4), options=list(SERVER_OPTIONS))
+    with no_thread_left(), futures.ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool, options=list(SERVER_OPTIONS))
         coordinator_pb2_grpc.add_BlobsServicer_to_server(store, server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
@@ -198,16 +205,10 @@ def test_b19_a_damaged_chunk_is_fetched_again(store, client):
 
 
 def test_b19_a_chunk_that_stays_damaged_is_an_error_and_leaves_no_file(store, client, tmp_path):
-    ref = store.add(some_bytes(3 * MIB))
-    store.damage = [MIB + 5] * 3
-    store.complete[ref.digest] = bytes(3 * MIB)
-    stat = coordinator_pb2.StatBlobResponse(
-        complete=True,
-        size_bytes=3 * MIB,
-        chunk_digests=b"".join(hashlib.sha256(some_bytes(3 * MIB)[at : at + MIB]).digest() for at in (0, MIB, 2 * MIB)),
-    )
-    store.Stat = lambda request, context: stat
-    with pytest.raises(WireError, match=f"blob {ref.digest}: checksum mismatch in chunk 0, 3 times running"):
+    ref = store.add(data := some_bytes(3 * MIB))
+    store.stat_answer = store.Stat(coordinator_pb2.StatBlobRequest(digest=ref.digest, with_chunk_digests=True), None)
+    store.complete[ref.digest] = data[:MIB] + bytes(MIB) + data[2 * MIB :]
+    with pytest.raises(WireError, match=f"blob {ref.digest}: checksum mismatch in chunk 1, 3 times running"):
         client.download_file(ref, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -216,7 +217,7 @@ def test_b19_a_chunk_that_stays_damaged_is_an_error_and_leaves_no_file(store, cl
 def test_a_list_of_chunks_that_does_not_match_the_name_is_refused(store, client, lie):
     ref = store.add(some_bytes(2 * MIB))
     digests = {"other digests": bytes(64), "too few": bytes(32), "none": b""}[lie]
-    store.Stat = lambda request, context: coordinator_pb2.StatBlobResponse(complete=True, chunk_digests=digests)
+    store.stat_answer = coordinator_pb2.StatBlobResponse(complete=True, chunk_digests=digests)
     with pytest.raises(WireError, match="does not match its name"):
         client.download_bytes(ref, 2 * MIB)
 
@@ -224,8 +225,7 @@ def test_a_list_of_chunks_that_does_not_match_the_name_is_refused(store, client,
 def test_b18_bytes_for_another_offset_or_beyond_the_end_are_refused(store, client):
     ref = store.add(some_bytes(2 * MIB))
     for offset, size in ((5, MIB), (0, 2 * MIB + 1), (0, 0)):
-        answer = coordinator_pb2.GetBlobResponse(offset=offset, data=bytes(size))
-        store.Get = lambda request, context, answer=answer: iter([answer])
+        store.get_answers = [coordinator_pb2.GetBlobResponse(offset=offset, data=bytes(size))]
         with pytest.raises(WireError, match="expected offset 0 and an end at 2097152"):
             client.download_bytes(ref, 2 * MIB)
 
@@ -292,7 +292,7 @@ def test_a_store_that_is_away_is_given_up_on(store, client):
 
 
 def test_a_file_that_cannot_be_read_or_shrinks_is_named(store, client, tmp_path):
-    with pytest.raises(ConfigError, match="cannot read .*missing"):
+    with pytest.raises(ConfigError, match=r"cannot read .*missing"):
         client.upload_file(tmp_path / "missing")
     path = tmp_path / "shrinking"
     path.write_bytes(some_bytes(3 * MIB))
@@ -306,7 +306,7 @@ def test_a_file_that_cannot_be_read_or_shrinks_is_named(store, client, tmp_path)
 
 def test_a_target_that_cannot_be_written_is_named(store, client, tmp_path):
     ref = store.add(b"x")
-    with pytest.raises(ConfigError, match="cannot write .*nowhere"):
+    with pytest.raises(ConfigError, match=r"cannot write .*nowhere"):
         client.download_file(ref, tmp_path / "nowhere" / "out")
 
 

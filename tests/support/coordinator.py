@@ -19,19 +19,27 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICK = {
+    "heartbeat_s": 0.2,
+    "self_fence_s": 1.5,
+    "lease_s": 2.0,
+    "blame_wait_s": 0.5,
+    "settle_s": 0.3,
+    "ping_s": 0.3,
+    "sweep_s": 0.05,
+    "flush_s": 0.02,
+}
 
 
 class CoordinatorProcess:
     """A cluster in `directory` and the process that serves it. Timings are turned down unless `settings` say so."""
-
-    QUICK = {"heartbeat_s": 0.2, "self_fence_s": 1.5, "lease_s": 2.0, "ping_s": 0.3, "sweep_s": 0.05, "flush_s": 0.02}
 
     def __init__(self, directory: Path, settings: dict[str, Any] | None = None) -> None:
         from fusion.base.clock import SystemClock
         from fusion_coordinator.statedir import StateDir, initialise
 
         self.directory = directory
-        self.settings = {**self.QUICK, **(settings or {})}
+        self.settings = {**QUICK, **(settings or {})}
         self.process: subprocess.Popen[str] | None = None
         self.address = self.enrol_address = ""
         listen = "127.0.0.1:0"

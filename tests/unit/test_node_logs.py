@@ -23,9 +23,11 @@ def stream() -> Iterator[io.StringIO]:
 
 
 def test_a_line_has_time_level_process_text_and_fields(stream: io.StringIO):
-    logging.getLogger("fusion.node").info("worker started", extra=fields(pid=4711, log="/a b/c.log", share=0.25))
+    logging.getLogger("fusion.node").info(
+        "worker started", extra=fields(pid=4711, log="/a b/c.log", share=0.25, why='no "x"')
+    )
     line = stream.getvalue()
-    assert line.endswith('Z INFO node: worker started pid=4711 log="/a b/c.log" share=0.25\n')
+    assert line.endswith('Z INFO node: worker started pid=4711 log="/a b/c.log" share=0.25 why="no \\"x\\""\n')
     assert line[4] == line[7] == "-"
     assert line[10] == "T"
 
