@@ -179,8 +179,10 @@ class Controller:
             case StageMoved():
                 await self._stage_moved(event)
             case JobEnded():
-                level = "error" if event.state is JobState.FAILED else "warning"
-                await self._note(event.job, level, f"{event.state.name.lower()}: {event.reason}")
+                if event.state is JobState.FAILED:
+                    await self._note(event.job, "error", f"failed: {event.reason}")
+                else:
+                    await self._note(event.job, "warning", event.reason)
                 self._job_over(self.state.jobs[event.job], event.reason)
         self._jobs_changed.give()
 

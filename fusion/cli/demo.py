@@ -84,22 +84,24 @@ def _terminable() -> Iterator[None]:
 
 def _run(wishes: Wishes, directory: Path) -> Outcome:
     from fusion.cli.democluster import DemoCluster
-    from fusion.cli.demoreport import Display, Outcome
+    from fusion.cli.demoreport import Display, Outcome, count_of
     from fusion.cli.demowan import DemoWan
     from fusion.cli.helpers import Helpers
 
-    start_s = time.monotonic()
+    start_s, nodes = time.monotonic(), count_of(wishes.nodes, "node")
     with Display(wishes.steps) as display, Helpers(directory / "logs") as helpers:
-        display.say(f"starting a coordinator and {wishes.nodes} nodes")
+        display.say(f"starting a coordinator and {nodes}")
         cluster = DemoCluster(helpers, directory, wishes.nodes)
-        wan = DemoWan(cluster.nodes, directory) if wishes.wan else None
+        wan = DemoWan(cluster.nodes, directory) if wishes.wan and wishes.nodes > 1 else None
+        if wan is not None:
+            display.say(wan.summary())
         cluster.start_coordinator()
         cluster.start_nodes({} if wan is None else wan.start(helpers, cluster.environment))
         job = _make_job(wishes)  # takes as long as the nodes take to come up
         cluster.wait_for_nodes()
         display.say(f"capturing and submitting {job.name}")
         with job.submit(cluster.address, cluster.credentials) as run:
-            metrics, reference = _train(job, run, display, helpers, f"{wishes.nodes} nodes")
+            metrics, reference = _train(job, run, display, helpers, nodes)
             stages = run.status().stages
         links = {} if wan is None else wan.links
         return Outcome(wishes.model, metrics, reference, stages, links, time.monotonic() - start_s)

@@ -96,7 +96,7 @@ class Outcome:
         speed = f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else f"{self.samples_per_s:,.0f} samples/s"
         rows = [
             ("", "first loss", "last loss"),
-            (f"{len(self.stages)} nodes", f"{self.metrics[0].loss:.6f}", f"{self.metrics[-1].loss:.6f}"),
+            (count_of(len(self.stages), "node"), f"{self.metrics[0].loss:.6f}", f"{self.metrics[-1].loss:.6f}"),
             ("one process", f"{self.reference[0].loss:.6f}", f"{self.reference[-1].loss:.6f}"),
         ]
         lines = [f"{name:<14}{first:>12}{last:>12}" for name, first, last in rows]
@@ -104,7 +104,7 @@ class Outcome:
         for number, stage in enumerate(self.stages):
             operators = stage.end_operator - stage.first_operator
             lines.append(f"stage {number}  {stage.node_name}  {operators} operators  {stage.parameters:,} parameters")
-        lines.append("")
+        lines += [""] if self.link_bytes() else []
         for (source, target), count in self.link_bytes().items():
             names = (self.stages[source].node_name, self.stages[target].node_name)
             shaped = self.links.get(names, "not shaped")
@@ -147,6 +147,11 @@ class Display:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=self._steps, detail="")
         self._bars.update(self._tasks[name], completed=metrics.step, detail=describe(metrics, self._steps))
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return "1 node", "4 nodes"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def describe(metrics: StepMetrics, steps: int) -> str:

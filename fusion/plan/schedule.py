@@ -29,14 +29,17 @@ StageSchedule = tuple[Task, ...]
 def make_schedule(name: str, stages: int, micro_batches: int) -> tuple[StageSchedule, ...]:
     """Return the schedule "gpipe" or "1f1b" for each of `stages` stages."""
     if name == "gpipe":
-        return tuple(_warm_then_alternate(micro_batches, micro_batches) for _ in range(stages))
+        return tuple(alternating(micro_batches, micro_batches) for _ in range(stages))
     if name == "1f1b":
-        return tuple(_warm_then_alternate(stages - stage, micro_batches) for stage in range(stages))
+        return tuple(alternating(stages - stage, micro_batches) for stage in range(stages))
     raise ConfigError(f"schedule must be one of 1f1b, gpipe; got {name!r}")
 
 
-def _warm_then_alternate(in_flight: int, micro_batches: int) -> StageSchedule:
-    """Run forwards until `in_flight` micro-batches wait for their backward, then one backward before each forward."""
+def alternating(in_flight: int, micro_batches: int) -> StageSchedule:
+    """Return the schedule of a stage that has at most `in_flight` micro-batches between forward and backward.
+
+    It runs that many forwards, and then one backward before each further forward.
+    """
     warm = min(in_flight, micro_batches)
     tasks = [Task("F", index) for index in range(warm)]
     for index in range(warm, micro_batches):

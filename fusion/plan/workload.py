@@ -78,7 +78,8 @@ class Workload:
             size = value.forward_bytes + value.backward_bytes
             changes[value.producer + 1] += size
             changes[value.readers[-1] + 1] -= size
-        return np.cumsum(changes)[:-1]
+        crossing: Floats = np.cumsum(changes)[:-1]
+        return crossing
 
 
 def workload_of(graph: Graph) -> Workload:
@@ -109,7 +110,7 @@ def _values(graph: Graph, lifetimes: Lifetimes) -> list[ValueLoad]:
     found = []
     for value, readers in graph.readers.items():
         producer = graph.producer.get(value)
-        if producer is None or lifetimes.closure_to_recompute(value) is not None:
+        if producer is None or lifetimes.is_recomputed(value):
             continue
         item = graph.values[value]
         found.append(

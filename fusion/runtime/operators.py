@@ -5,8 +5,8 @@ Names are looked up in a dictionary that is made from our own table, never with 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 
 from fusion.base.errors import GraphError
 from fusion.graph.dag import Argument, Device, DType, Layout, MemoryFormat, Operator, Ref
-from fusion.graph.operators import TABLE
+from fusion.graph.integers import ARITHMETIC
+from fusion.graph.operators import TABLE, argument_of
 
 Call = Callable[..., Any]
 
@@ -36,9 +37,6 @@ def dropout(generator: torch.Generator, x: torch.Tensor, p: float, train: bool) 
     return x * noise.to(x.device)
 
 
-_BUILTINS: dict[str, Call] = {"max": max, "min": min}
-
-
 @cache
 def _calls() -> dict[str, Call]:
     calls: dict[str, Call] = {}
@@ -47,8 +45,7 @@ def _calls() -> dict[str, Call]:
         if space == "aten":
             packet, _, overload = rest.rpartition(".")
             calls[name] = getattr(getattr(torch.ops.aten, packet), overload)
-        elif space == "python":
-            calls[name] = _BUILTINS.get(rest) or getattr(operator, rest)
+    calls.update(ARITHMETIC)
     calls["fusion.dropout.default"] = dropout
     return calls
 
@@ -61,78 +58,38 @@ def find_call(name: str) -> Call:
         raise GraphError(f"operator {name[:80]!r} is not in the table of operators") from None
 
 
-@cache
-def _schema(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    arguments = find_call(name)._schema.arguments  # type: ignore[attr-defined]
-    names = tuple(argument.name for argument in arguments)
-    return names, {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-
-
 #: For evaluation: arguments of operators that behave otherwise in training, and what they become.
 _EVAL_ARGUMENTS: dict[str, dict[str, Argument]] = {
     "fusion.dropout.default": {"train": False},
     "aten.batch_norm.default": {"training": False},
+    "aten.instance_norm.default": {"use_input_stats": False},
     "aten.scaled_dot_product_attention.default": {"dropout_p": 0.0},
     "aten.lstm.input": {"train": False},
     "aten.gru.input": {"train": False},
     "aten.rnn_tanh.input": {"train": False},
     "aten.rnn_relu.input": {"train": False},
     "aten.rrelu.default": {"training": False},
-    "aten.feature_dropout.default": {"train": False},
     "aten.alpha_dropout.default": {"train": False},
+    "aten.feature_dropout.default": {"train": False},
+    "aten.feature_alpha_dropout.default": {"train": False},
 }
+NORMALISE_BY_BATCH = ("aten.batch_norm.default", "aten.instance_norm.default")
 
 
 def for_evaluation(op: Operator) -> Operator:
     """Return the operator as it runs in evaluation: no dropout, batch norm by its running statistics."""
     changes = _EVAL_ARGUMENTS.get(op.name)
-    if changes is None:
-        return op
-    if op.name == "fusion.dropout.default":
-        names: tuple[str, ...] = ("input", "p", "train")
-    else:
-        names = _schema(op.name)[0]
-    if op.name == "aten.batch_norm.default" and op.arguments[names.index("running_mean")] is None:
+    if changes is None or (op.name in NORMALISE_BY_BATCH and argument_of(op, "running_mean") is None):
         return op  # without running statistics there is only the batch to normalise by
     arguments = list(op.arguments)
     keywords = dict(op.keywords)
     for name, value in changes.items():
-        place = names.index(name)
+        place = TABLE[op.name].index_of[name]
         if place < len(arguments):
             arguments[place] = value
         elif name in keywords:
             keywords[name] = value
-    return Operator(
-        op.name,
-        tuple(arguments),
-        tuple(keywords.items()),
-        op.outputs,
-        op.module_path,
-        op.no_grad,
-        op.autocast_dtype,
-        op.cost,
-    )
-
-
-#: Where operators that may drop out have the probability, and what it is when the graph doesn't say.
-_DROPOUT_PLACE = {
-    "fusion.dropout.default": 1,
-    "aten.scaled_dot_product_attention.default": 4,
-    "aten.lstm.input": 5,
-    "aten.gru.input": 5,
-    "aten.rnn_tanh.input": 5,
-    "aten.rnn_relu.input": 5,
-}
-
-
-def draws_random(op: Operator) -> bool:
-    """Whether the operator takes numbers from a generator, with the arguments that it has."""
-    place = _DROPOUT_PLACE.get(op.name)
-    if place is None:
-        return TABLE[op.name].random
-    if place < len(op.arguments):
-        return op.arguments[place] != 0.0
-    return dict(op.keywords).get("dropout_p", 0.0) != 0.0
+    return replace(op, arguments=tuple(arguments), keywords=tuple(keywords.items()))
 
 
 _MEMORY_FORMATS = {

@@ -14,8 +14,8 @@ import torch
 
 from fusion.base.ids import ValueId
 from fusion.graph.dag import Argument, Graph, Operator, Ref
-from fusion.graph.operators import TABLE
-from fusion.runtime.operators import constant, draws_random, dtype_of, find_call, for_evaluation
+from fusion.graph.operators import TABLE, may_draw
+from fusion.runtime.operators import NORMALISE_BY_BATCH, constant, dtype_of, find_call, for_evaluation
 from fusion.runtime.random import RandomKey
 
 Slots = list[Any]
@@ -159,7 +159,7 @@ class Program:
             return op
         op = for_evaluation(op)
         mutates = TABLE[op.name].mutates
-        if mutates and op.name != "aten.batch_norm.default" and self._writes_input(graph, op, mutates):
+        if mutates and op.name not in NORMALISE_BY_BATCH and self._writes_input(graph, op, mutates):
             return None  # a counter or an average that only training moves on
         return op
 
@@ -220,7 +220,7 @@ class Program:
         single = len(op.outputs) == 1 and TABLE[op.name].returns == 1
         outputs = tuple(self.slot(value) for value in op.outputs)
         dropout = op.name == "fusion.dropout.default"
-        random = draws_random(op)
+        random = may_draw(op)
         function = find_call(op.name)
         if dropout and not random:
             function, template, places = _identity, [None], [(0, places[0][1])]

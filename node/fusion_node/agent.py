@@ -15,15 +15,35 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import assert_never
 
-from fusion_node.ipc import (
-    TERMINAL_STATES,
-    Cause,
-    LogEntry,
-    Progress,
-    Report,
-    StageStateReport,
-    StepReport,
+from fusion_node.events import (
+    AccessRefused,
+    Action,
+    Assigned,
+    Assignment,
+    Event,
+    Exit,
+    Heartbeat,
+    HeartbeatAnswered,
+    Leave,
+    Left,
+    Note,
+    Register,
+    Registered,
+    RegisterFailed,
+    RegistrationLost,
+    ReportMetrics,
+    ReportStage,
+    Signalled,
+    StageRef,
+    StartWorker,
+    StopOrdered,
+    StopWorker,
+    Tick,
+    Watch,
+    WorkerExited,
+    WorkerReported,
 )
+from fusion_node.ipc import TERMINAL_STATES, LogEntry, Progress, Report, StageStateReport, StepReport
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 15.0
 STOP_GRACE_S = 10.0  #: between asking a worker to end and killing it
@@ -35,229 +55,6 @@ HANG_LIMIT_S = 20.0  #: without a sign of life thereafter
 PAUSE_S = 3.0  #: a longer gap between ticks means that this process itself did not run
 REMEMBERED_JOBS = 1000
 AUTH_EXIT_CODE = 20
-
-
-@dataclass(frozen=True, slots=True)
-class StageRef:
-    """Which stage of which plan."""
-
-    job: str
-    epoch: int
-    stage: int
-
-    def __str__(self) -> str:
-        return f"stage {self.stage} of {self.job} (epoch {self.epoch})"
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A stage to be trained here. `payload` is the serialised message for the worker."""
-
-    ref: StageRef
-    cluster: str
-    node: str
-    incarnation: int
-    payload: bytes
-
-
-# ---- events ----
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed; wanted at least once a second."""
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """The coordinator has answered a Register that was sent at `sent_s`."""
-
-    incarnation: int
-    sent_s: float
-    heartbeat_s: float
-    self_fence_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RegisterFailed:
-    """A Register was not answered (`exit_code` 0: worth another try), or refused for good."""
-
-    detail: str
-    exit_code: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatAnswered:
-    """The heartbeat sent at `sent_s` was answered."""
-
-    incarnation: int
-    sent_s: float
-    revoked: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class RegistrationLost:
-    """The coordinator no longer takes this registration for alive."""
-
-    incarnation: int
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class AccessRefused:
-    """The coordinator refuses this node's certificate."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Assigned:
-    """A command to train a stage, received under a registration."""
-
-    incarnation: int
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class StopOrdered:
-    """A command to end a job's worker; epoch 0 means whichever runs."""
-
-    incarnation: int
-    job: str
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReported:
-    """A line of the worker."""
-
-    report: Report
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerExited:
-    """The worker is gone; `cause` and `detail` say how, in case it has not said so itself."""
-
-    cause: Cause
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Signalled:
-    """SIGTERM or SIGINT has come."""
-
-    number: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The coordinator knows that this node goes, or was told in vain."""
-
-
-Event = (
-    Tick
-    | Registered
-    | RegisterFailed
-    | HeartbeatAnswered
-    | RegistrationLost
-    | AccessRefused
-    | Assigned
-    | StopOrdered
-    | WorkerReported
-    | WorkerExited
-    | Signalled
-    | Left
-)
-
-# ---- actions ----
-
-
-@dataclass(frozen=True, slots=True)
-class Register:
-    """Register after `delay_s`."""
-
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Listen for commands under this registration, and no other; 0: under none."""
-
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Send a heartbeat; answered or not, never wait for it."""
-
-    incarnation: int
-    sequence: int
-    job: str
-    epoch: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartWorker:
-    """Start a worker. There is none at this moment."""
-
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class StopWorker:
-    """Ask the worker to end (unless it ends by itself), and kill it after `grace_s`. May come again with less grace."""
-
-    reason: str
-    grace_s: float
-    ask: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ReportStage:
-    """Tell the coordinator about a stage, once, in order, however long it takes."""
-
-    ref: StageRef
-    incarnation: int
-    report: StageStateReport
-
-
-@dataclass(frozen=True, slots=True)
-class ReportMetrics:
-    """Pass on figures or a log line of a stage."""
-
-    ref: StageRef
-    incarnation: int
-    report: StepReport | LogEntry
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Tell the coordinator that this node goes."""
-
-    incarnation: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """End the daemon."""
-
-    code: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something for the daemon's own log."""
-
-    level: str
-    text: str
-
-
-Action = Register | Watch | Heartbeat | StartWorker | StopWorker | ReportStage | ReportMetrics | Leave | Exit | Note
 
 
 @dataclass(slots=True)

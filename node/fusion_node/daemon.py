@@ -26,9 +26,10 @@ from fusion.security.credentials import Credentials
 from fusion.security.tls import coordinator_server_name
 from fusion.transport.channels import backoff_s
 from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
-from fusion_node import agent as decisions
-from fusion_node.agent import Action, Agent, Assignment, Event, StageRef
+from fusion_node import events
+from fusion_node.agent import Agent
 from fusion_node.control import Control, may_pass
+from fusion_node.events import Action, Assignment, Event, StageRef
 from fusion_node.hardware import Hardware, Limits, look
 from fusion_node.ipc import WorkerConfig
 from fusion_node.outbox import Outbox
@@ -114,7 +115,7 @@ class Daemon:
         self._watching: asyncio.Task[None] | None = None
         self._refused_since_s: float | None = None
         self._clock_warned = False
-        self._exit: decisions.Exit | None = None
+        self._exit: events.Exit | None = None
 
     async def run(self) -> int:
         """Return the exit code, with nothing left running."""
@@ -166,7 +167,7 @@ class Daemon:
             self._events.put_nowait(error)
 
     def _signalled(self, number: signal.Signals) -> None:
-        self._events.put_nowait(decisions.Signalled(int(number), number.name))
+        self._events.put_nowait(events.Signalled(int(number), number.name))
 
     def _renewed(self, credentials: Credentials) -> None:
         """The command stream moves to the new channel before the old one is closed under it."""
@@ -177,7 +178,7 @@ class Daemon:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._events.put_nowait(decisions.Tick())
+            self._events.put_nowait(events.Tick())
 
     # ---- what the agent wants ----
 
@@ -187,27 +188,27 @@ class Daemon:
 
     def _act(self, action: Action) -> None:
         match action:
-            case decisions.Register():
+            case events.Register():
                 self._spawn(self._register(action.delay_s), "register")
-            case decisions.Watch():
+            case events.Watch():
                 self._watch_anew(action.incarnation)
-            case decisions.Heartbeat():
+            case events.Heartbeat():
                 self._spawn(self._heartbeat(action), "heartbeat")
-            case decisions.StartWorker():
+            case events.StartWorker():
                 self._start_worker(action.assignment)
-            case decisions.StopWorker():
+            case events.StopWorker():
                 log.info("stopping the worker", extra=fields(reason=action.reason, grace_s=action.grace_s))
                 self._supervisor.stop(action.reason, action.grace_s, action.ask)
-            case decisions.ReportStage():
+            case events.ReportStage():
                 log.info(f"{action.ref} is {action.report.state}", extra=fields(detail=action.report.detail))
                 self._outbox.put_stage(action)
-            case decisions.ReportMetrics():
+            case events.ReportMetrics():
                 self._outbox.put_metrics(action)
-            case decisions.Leave():
+            case events.Leave():
                 self._spawn(self._leave(action), "leave")
-            case decisions.Exit():
+            case events.Exit():
                 self._exit = self._exit or action
-            case decisions.Note():
+            case events.Note():
                 log.log(logging.getLevelName(action.level.upper()), action.text)
             case _:
                 assert_never(action)
@@ -252,7 +253,7 @@ class Daemon:
             self._events.put_nowait(await self._register_failure(error))
             return
         self._refused_since_s = None
-        registered = decisions.Registered(answer.incarnation, sent_s, answer.heartbeat_s, answer.self_fence_s)
+        registered = events.Registered(answer.incarnation, sent_s, answer.heartbeat_s, answer.self_fence_s)
         self._events.put_nowait(registered)
 
     async def _prepare(self) -> tuple[Hardware, Reachability]:
@@ -277,13 +278,13 @@ class Daemon:
             self._reachability = found
         return self._hardware, self._reachability
 
-    async def _register_failure(self, error: FusionError) -> decisions.RegisterFailed:
+    async def _register_failure(self, error: FusionError) -> events.RegisterFailed:
         final = isinstance(error, NotReachableError)
         if isinstance(error, UnreachableError) and not final:
             error = await self._real_cause(error)
         if not final and (may_pass(error) or (isinstance(error, StateError) and self._may_be_our_own())):
-            return decisions.RegisterFailed(str(error))
-        return decisions.RegisterFailed(str(error), error.exit_code)
+            return events.RegisterFailed(str(error))
+        return events.RegisterFailed(str(error), error.exit_code)
 
     async def _real_cause(self, error: FusionError) -> FusionError:
         """gRPC says the same of every connection that does not come about; the credentials and TLS itself say more."""
@@ -300,7 +301,7 @@ class Daemon:
         self._refused_since_s = now_s if self._refused_since_s is None else self._refused_since_s
         return now_s - self._refused_since_s < REGISTER_AGAIN_S
 
-    async def _heartbeat(self, action: decisions.Heartbeat) -> None:
+    async def _heartbeat(self, action: events.Heartbeat) -> None:
         sent_s, sent_wall_s = self._clock.monotonic_s(), self._clock.wall_s()
         request = node_pb2.HeartbeatRequest(
             incarnation=action.incarnation,
@@ -316,14 +317,14 @@ class Daemon:
             self._refused(action.incarnation, error)
             return
         self._compare_clocks((sent_wall_s + self._clock.wall_s()) / 2 - answer.wall_clock_s)
-        self._events.put_nowait(decisions.HeartbeatAnswered(action.incarnation, sent_s, frozenset(answer.revoked)))
+        self._events.put_nowait(events.HeartbeatAnswered(action.incarnation, sent_s, frozenset(answer.revoked)))
 
     def _refused(self, incarnation: int, error: FusionError) -> None:
         """A call under a registration failed: does the registration still stand?"""
         if isinstance(error, AuthError):
-            self._events.put_nowait(decisions.AccessRefused(str(error)))
+            self._events.put_nowait(events.AccessRefused(str(error)))
         elif isinstance(error, StateError | NotFoundError):
-            self._events.put_nowait(decisions.RegistrationLost(incarnation, str(error)))
+            self._events.put_nowait(events.RegistrationLost(incarnation, str(error)))
         else:
             log.warning("no contact with the coordinator", extra=fields(reason=error))
 
@@ -367,20 +368,20 @@ class Daemon:
                 if assignment is None:
                     log.error("assignment ignored: malformed job id", extra=fields(job=command.assign.job_id[:80]))
                     return
-                self._events.put_nowait(decisions.Assigned(incarnation, assignment))
+                self._events.put_nowait(events.Assigned(incarnation, assignment))
             case "stop":
                 stop = command.stop
-                self._events.put_nowait(decisions.StopOrdered(incarnation, stop.job_id, stop.epoch, stop.reason))
+                self._events.put_nowait(events.StopOrdered(incarnation, stop.job_id, stop.epoch, stop.reason))
             case _:
                 return  # a ping, or what a newer coordinator knows
 
-    async def _leave(self, action: decisions.Leave) -> None:
+    async def _leave(self, action: events.Leave) -> None:
         await self._outbox.flush(LAST_REPORTS_S)
         try:
             await self._control.leave(action.incarnation, action.reason)
         except FusionError as error:
             log.warning("left without the coordinator's answer", extra=fields(reason=error))
-        self._events.put_nowait(decisions.Left())
+        self._events.put_nowait(events.Left())
 
 
 def read_assignment(message: plan_pb2.Assignment) -> Assignment | None:

@@ -13,8 +13,8 @@ from fusion.base.errors import FusionError
 from fusion.observe.logs import fields
 from fusion.transport.channels import backoff_s
 from fusion.wire.v1 import node_pb2, tensor_pb2
-from fusion_node.agent import ReportMetrics, ReportStage, StageRef
 from fusion_node.control import Control, may_pass
+from fusion_node.events import ReportMetrics, ReportStage, StageRef
 from fusion_node.ipc import LogEntry, StageStateReport, StepReport, one_line
 
 log = logging.getLogger("fusion.node.outbox")

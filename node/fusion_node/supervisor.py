@@ -17,7 +17,7 @@ import fusion
 import fusion_node
 from fusion.base.errors import WireError
 from fusion.base.units import MIB
-from fusion_node.agent import WorkerExited, WorkerReported
+from fusion_node.events import WorkerExited, WorkerReported
 from fusion_node.ipc import MAX_LINE_BYTES, Cause, LogEntry, Stop, WorkerConfig, decode_report, encode, one_line
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "fusion_node.worker")

@@ -208,7 +208,7 @@ def test_b19_a_chunk_that_stays_damaged_is_an_error_and_leaves_no_file(store, cl
     ref = store.add(data := some_bytes(3 * MIB))
     store.stat_answer = store.Stat(coordinator_pb2.StatBlobRequest(digest=ref.digest, with_chunk_digests=True), None)
     store.complete[ref.digest] = data[:MIB] + bytes(MIB) + data[2 * MIB :]
-    with pytest.raises(WireError, match=f"blob {ref.digest}: checksum mismatch in chunk 1, 3 times running"):
+    with pytest.raises(WireError, match=f"blob {ref.digest}: checksum mismatch in chunk 1, 3 times in a row"):
         client.download_file(ref, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

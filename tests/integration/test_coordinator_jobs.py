@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 
@@ -11,6 +12,8 @@ import pytest
 
 from fusion.wire.v1 import coordinator_pb2, node_pb2
 from tests.support.coordinator import CoordinatorProcess, FakeNode, FakeOwner, request_id, stubs, wait_until
+
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def nodes(coordinator):
 
     def make(count, **hardware):
         for index in range(count):
-            made.append(FakeNode(coordinator, f"n{len(made)}-{index}", **hardware).join())
+            made.append(FakeNode(coordinator, f"n{next(NUMBERS):04}-{index}", **hardware).join())
         return made[-count:]
 
     yield make
@@ -283,6 +286,7 @@ def test_a_stage_that_vanished_without_a_word_fails_its_job(tmp_path):
         assert owner.wait_for(job, "failed").reason == (
             "node n0 (stage 0) no longer runs its worker, and did not say why"
         )
+        assert node.next("stop").job_id == job
         slow = owner.submit(owner.job())
         node.assigned()
         node.report("starting", "fetching weights")
@@ -337,7 +341,7 @@ def test_a_job_waits_for_nodes_and_says_what_is_missing(owner, nodes):
 
 def test_memory_that_is_missing_keeps_a_job_waiting_until_it_is_there(owner, nodes):
     job = owner.submit(owner.job())
-    small = nodes(1, memory_bytes=500)[0]
+    small = nodes(1, memory_bytes=100)[0]
     wait_until(lambda: "memory:" in owner.status(job).reason, "reason")
     assert "more are needed" in owner.status(job).reason
     assert small.commands.empty()

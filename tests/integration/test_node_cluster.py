@@ -136,9 +136,9 @@ def test_p4_f7_node_and_coordinator_find_each_other_again_after_either_was_kille
             task = await context.__aenter__()
             await until(lambda: cluster.nodes()["one"]["incarnation"] == 2, task)
         with cluster.serving():
-            seen = cluster.nodes()["one"]["last_heartbeat_s"]
+            seen = (await asyncio.to_thread(cluster.nodes))["one"]["last_heartbeat_s"]
             await until(lambda: cluster.nodes()["one"]["last_heartbeat_s"] != seen, task, limit_s=30.0)
-            assert cluster.nodes()["one"]["incarnation"] == 2
+            assert (await asyncio.to_thread(cluster.nodes))["one"]["incarnation"] == 2
             await context.__aexit__(None, None, None)
 
     asyncio.run(scenario())
@@ -157,7 +157,7 @@ def test_f21_a_second_machine_with_copied_credentials_is_refused_and_the_first_u
             await until(lambda: cluster.nodes().get("one", {}).get("state") == "idle", first)
             async with running(tmp_path / "copy", credentials) as second:
                 assert await asyncio.wait_for(second, 20) == 40
-            assert cluster.nodes()["one"]["incarnation"] == 1
+            assert (await asyncio.to_thread(cluster.nodes))["one"]["incarnation"] == 1
             assert not first.done()
 
     with cluster.serving():
@@ -171,7 +171,7 @@ def test_a_revoked_node_ends_with_20(cluster: Cluster, tmp_path: Path, monkeypat
         credentials = cluster.join(tmp_path / "one", "one")
         async with running(tmp_path / "one", credentials) as task:
             await until(lambda: cluster.nodes().get("one", {}).get("state") == "idle", task)
-            cluster.run("fusion_coordinator.cli", "revoke", credentials.identity)
+            await asyncio.to_thread(cluster.run, "fusion_coordinator.cli", "revoke", credentials.identity)
             return await asyncio.wait_for(task, 20)
 
     with cluster.serving():
@@ -223,7 +223,7 @@ def test_a_job_reaches_the_worker_and_its_end_reaches_the_owner(
                 await asyncio.to_thread(handle.cancel, "enough")
             await until(lambda: handle.status().state.ended, task)
             await until(lambda: cluster.nodes()["one"]["state"] == "idle", task)
-            return handle.status()
+            return await asyncio.to_thread(handle.status)
 
     with cluster.serving():
         status = asyncio.run(scenario())

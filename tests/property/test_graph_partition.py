@@ -9,7 +9,7 @@ from fusion.graph.check import check_graph
 from fusion.graph.dag import Graph, InputKind
 from fusion.graph.operators import may_draw
 from fusion.graph.partition import Partition, crossing_bytes, legal_cuts, operators_of, partition
-from tests.support.random_graphs import buffers_of, graphs, run_in_pieces, run_whole
+from tests.support.random_graphs import buffers_of, graphs, run_in_pieces, run_whole, untimed
 
 
 @st.composite
@@ -20,11 +20,13 @@ def cut_graphs(draw: st.DrawFn) -> Partition:
     return partition(graph, sorted(cuts))
 
 
+@untimed
 @given(graphs())
 def test_random_graphs_are_sound(graph: Graph) -> None:
     check_graph(graph)
 
 
+@untimed
 @given(cut_graphs())
 def test_the_pieces_compute_what_the_whole_computes(found: Partition) -> None:
     graph = found.graph
@@ -36,6 +38,7 @@ def test_the_pieces_compute_what_the_whole_computes(found: Partition) -> None:
         assert machine.contents(own) == whole.contents(own)
 
 
+@untimed
 @given(cut_graphs())
 def test_a_written_buffer_lives_in_one_stage_and_ends_as_in_the_whole(found: Partition) -> None:
     whole, pieces = run_whole(found.graph), run_in_pieces(found)
@@ -46,6 +49,7 @@ def test_a_written_buffer_lives_in_one_stage_and_ends_as_in_the_whole(found: Par
             assert [machine.cells[buffer].content for machine in holders] == [whole.cells[buffer].content]
 
 
+@untimed
 @given(cut_graphs())
 def test_random_operators_run_once_and_own_operators_cover_the_graph(found: Partition) -> None:
     own = [position for shard in found.shards for position in range(shard.first_operator, shard.end_operator)]
@@ -54,6 +58,7 @@ def test_random_operators_run_once_and_own_operators_cover_the_graph(found: Part
     assert not any(may_draw(found.graph.operators[position]) for position in again)
 
 
+@untimed
 @given(cut_graphs())
 def test_edges_are_numbered_in_order_and_lead_to_later_stages_that_read_them(found: Partition) -> None:
     keys = [(edge.source, edge.value, edge.target) for edge in found.edges]
@@ -66,6 +71,7 @@ def test_edges_are_numbered_in_order_and_lead_to_later_stages_that_read_them(fou
         assert any(edge.value in op.reads() for op in target)
 
 
+@untimed
 @given(cut_graphs())
 def test_every_use_of_a_trainable_parameter_is_counted_once(found: Partition) -> None:
     graph = found.graph
@@ -89,6 +95,7 @@ def test_every_use_of_a_trainable_parameter_is_counted_once(found: Partition) ->
     assert counted == {}
 
 
+@untimed
 @given(cut_graphs())
 def test_crossing_bytes_bound_what_a_single_cut_sends(found: Partition) -> None:
     graph = found.graph
@@ -98,6 +105,7 @@ def test_crossing_bytes_bound_what_a_single_cut_sends(found: Partition) -> None:
         assert sum(graph.values[edge.value].bytes for edge in sent) <= bound[cut]
 
 
+@untimed
 @given(cut_graphs())
 def test_a_partition_is_a_pure_function_of_graph_and_cuts(found: Partition) -> None:
     cuts = [shard.first_operator for shard in found.shards[1:]]

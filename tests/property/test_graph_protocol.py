@@ -27,7 +27,7 @@ from fusion.graph.dag import (
 from fusion.protocol.graph import graph_from_proto, graph_to_proto
 from fusion.wire.v1 import graph_pb2
 from tests.support.graphs import GraphBuilder, chain
-from tests.support.random_graphs import graphs
+from tests.support.random_graphs import graphs, untimed
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 NUMBERS: st.SearchStrategy[Any] = st.one_of(st.booleans(), INT64, st.floats(allow_nan=False))
@@ -84,6 +84,7 @@ def travelled(graph: Graph) -> Graph:
     return graph_from_proto(graph_pb2.Graph.FromString(data))
 
 
+@untimed
 @given(wordy_graphs())
 def test_every_kind_of_argument_survives_with_its_type(graph: Graph) -> None:
     check_graph(graph)
@@ -93,6 +94,7 @@ def test_every_kind_of_argument_survives_with_its_type(graph: Graph) -> None:
     assert [repr(op) for op in back.operators] == [repr(op) for op in graph.operators]
 
 
+@untimed
 @given(graphs())
 def test_whole_graphs_survive_and_equal_graphs_give_equal_bytes(graph: Graph) -> None:
     back = travelled(graph)
@@ -101,6 +103,7 @@ def test_whole_graphs_survive_and_equal_graphs_give_equal_bytes(graph: Graph) ->
     assert first == second
 
 
+@untimed
 @given(st.data())
 def test_damaged_bytes_are_refused_or_give_a_sound_graph(data: st.DataObject) -> None:
     whole = bytearray(graph_to_proto(chain(2)).SerializeToString(deterministic=True))

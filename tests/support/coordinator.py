@@ -278,7 +278,7 @@ class FakeNode:
         self.stage = assignment.stage
         return assignment
 
-    def report(self, state: str, detail: str = "", **fields: Any) -> None:
+    def report(self, state: str, detail: str = "", /, **fields: Any) -> None:
         """Report the assigned stage's state."""
         from fusion.wire.v1 import node_pb2
 

@@ -218,12 +218,13 @@ async def running(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(condition: Callable[[], bool], task: asyncio.Task[Any] | None = None, limit_s: float = 20.0) -> None:
-    """Wait for `condition`; fails when `task` ends before, or when it takes too long."""
-    for _ in range(int(limit_s / 0.02)):
-        if condition():
-            return
+async def until(
+    condition: Callable[[], bool], task: asyncio.Task[Any] | None = None, limit_s: float = 20.0, pause_s: float = 0.02
+) -> None:
+    """Wait for `condition`, asked on another thread; fails when `task` ends before, or when it takes too long."""
+    end_s = time.monotonic() + limit_s
+    while not await asyncio.to_thread(condition):
         if task is not None and task.done():
             raise AssertionError(f"the daemon has ended: {task.exception() or task.result()}")
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"not within {limit_s} s")
+        assert time.monotonic() < end_s, f"not within {limit_s} s"
+        await asyncio.sleep(pause_s)

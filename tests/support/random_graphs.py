@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from fusion.base.ids import ValueId
@@ -13,6 +14,9 @@ from fusion.graph.partition import Partition, operators_of
 from tests.support.graphs import GraphBuilder
 
 SHAPE = (2, 4)
+
+#: For property tests: no example fails because the machine is busy.
+untimed = settings(deadline=None)
 
 
 @st.composite

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_node import agent as a
-from fusion_node.agent import Agent, Assignment, StageRef
+from fusion_node import events as a
+from fusion_node.agent import Agent
+from fusion_node.events import Assignment, StageRef
 from fusion_node.ipc import LogEntry, Progress, StageStateReport, StepReport
 
 NODE, CLUSTER, JOB = "node-under-test", "cluster-one", "job-aaaaaaaaaa"

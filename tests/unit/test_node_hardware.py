@@ -24,14 +24,12 @@ def looked(limits: Limits, cache: Path) -> Hardware:
 def test_the_speed_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hardware, "BENCHMARK_S", 0.1)
     cache = tmp_path / "node" / "speed.json"
-    first = looked(Limits(device="cpu", threads=1), cache)
+    first = looked(Limits(device="cpu", max_memory_bytes=2**30, threads=1), cache)
     assert 1e8 < first.flops < 1e14
     monkeypatch.setattr(hardware, "BENCHMARK_COMMAND", ("/nonexistent",))
-    assert looked(Limits(device="cpu", threads=1), cache) == first
-    with pytest.raises(
-        ConfigError, match=r"cannot be measured: .*nonexistent.*; state it with --speed"
-    ):  # another thread count has another speed
-        looked(Limits(device="cpu", threads=2), cache)
+    assert looked(Limits(device="cpu", max_memory_bytes=2**30, threads=1), cache) == first
+    with pytest.raises(ConfigError, match=r"cannot be measured: .*nonexistent.*; state it with --speed"):
+        looked(Limits(device="cpu", threads=2), cache)  # another thread count has another speed
 
 
 def test_the_speed_cache_is_keyed_by_device_threads_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

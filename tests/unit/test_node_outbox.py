@@ -11,7 +11,7 @@ from fusion.base.clock import ManualClock
 from fusion.base.errors import StateError, UnreachableError
 from fusion.wire.v1 import node_pb2
 from fusion_node import outbox as module
-from fusion_node.agent import ReportMetrics, ReportStage, StageRef
+from fusion_node.events import ReportMetrics, ReportStage, StageRef
 from fusion_node.ipc import LogEntry, StageStateReport, StepReport
 from fusion_node.outbox import Outbox, stage_message, step_message
 

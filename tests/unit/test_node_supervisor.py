@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_node.agent import WorkerExited, WorkerReported
+from fusion_node.events import WorkerExited, WorkerReported
 from fusion_node.ipc import WorkerConfig
 from fusion_node.supervisor import (
     MAX_LOG_FILES,

@@ -1,0 +1,329 @@
+"""What an arrangement of stages on nodes costs: T = fill + (n - 1) x bottleneck, and the memory of every stage.
+
+The fill is the time of one micro-batch through all stages and links and back. The bottleneck is what one micro-batch
+keeps busy longest: a stage, one direction of a link, or a shared uplink. With "gpipe" the forwards of all
+micro-batches come before the backwards, so each of the two has a bottleneck of its own and they add up. Delays fill
+the pipeline but keep nothing busy. Tied weights add the exchange of their gradients, once a step.
+
+Every value is costed on the link between the stages that make and read it, also where it skips stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion.plan.codecs import NONE, PlanCodec
+from fusion.plan.need import MARGIN
+from fusion.plan.network import Network
+from fusion.plan.profile import Profile
+from fusion.plan.types import JobView
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Pair = tuple[int, int]
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which nodes run which blocks, in order, and which codec each directed pair of stages uses."""
+
+    nodes: tuple[int, ...]
+    places: tuple[int, ...]  #: one more than nodes; from 0 to the number of blocks
+    default: PlanCodec = NONE
+    codecs: Mapping[Pair, PlanCodec] | None = None  #: by (source, target) stage, in place of the default
+
+    def codec(self, source: int, target: int) -> PlanCodec:
+        """Return the codec from one stage to another."""
+        return (self.codecs or {}).get((source, target), self.default)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The cost of an arrangement. Matrices are [source, target] by stage."""
+
+    step_s: float  #: inf where nodes cannot connect or memory does not suffice
+    fill_s: float
+    period_s: float  #: the bottleneck
+    tied_s: float
+    forward_s: Floats
+    backward_s: Floats
+    raw_bytes: Floats  #: per micro-batch, before the codec
+    link_s: Floats  #: encode, transfer, delay and decode; 0 where nothing is sent
+    transfer_s: Floats  #: transfer alone
+    tied_bytes: Floats  #: once a step
+    in_flight: tuple[int, ...]
+    memory_bytes: Floats
+    missing_bytes: Floats  #: beyond the node's limit
+    bottleneck: Pair  #: (stage, stage), the link (source, target), or (-1, site) of a shared uplink
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its node's memory and all that talk can connect."""
+        return self.step_s < np.inf
+
+
+class Problem:
+    """A profile, a network and the job's settings. Stateless but for its caches."""
+
+    def __init__(self, profile: Profile, network: Network, job: JobView) -> None:
+        self.profile, self.network, self.job = profile, network, job
+        self.micro_batches = job.micro_batches
+        self.gpipe = job.schedule == "gpipe"
+        self.max_stages = min(job.max_stages or len(network.flops), len(network.flops), profile.blocks)
+        self.whole_blocks = bool(job.cuts)  #: the job's own cuts are all taken
+
+    def subset(self, nodes: Ints) -> Problem:
+        """Return the same problem on fewer nodes, which get new numbers in this order."""
+        return Problem(self.profile, self.network.subset(nodes), self.job)
+
+    @cached_property
+    def paces(self) -> tuple[Ints, tuple[tuple[Floats, Floats], ...]]:
+        """The index of each node's account of the work, and the accounts (forward, backward by place)."""
+        model = self.profile.model
+        kinds = [model.pace_of(node) for node in self.network.cluster.nodes]
+        distinct = {pace: index for index, pace in enumerate(dict.fromkeys(kinds))}
+        return (
+            np.array([distinct[pace] for pace in kinds], dtype=np.int64),
+            tuple(self.profile.work(pace) for pace in distinct),
+        )
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """[node, place]: time of both passes over everything before the place."""
+        index, works = self.paces
+        total = np.array([forward + backward for forward, backward in works])
+        return np.asarray(total[index] / self.network.flops[:, None])
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether the search's simpler model is exact: no skipping edges, tied weights or shared uplinks."""
+        edges = self.profile.edges
+        skips = bool((edges.target != edges.source + 1).any())
+        tied = any(shared.trainable for shared in self.profile.shared)
+        return not (skips or tied or self.network.shares_uplinks)
+
+    def evaluate(self, arrangement: Arrangement) -> Evaluation:
+        """Return what an arrangement costs."""
+        return _Evaluator(self, arrangement).result()
+
+    def step_s(self, arrangement: Arrangement) -> float:
+        """Return the step time of an arrangement."""
+        return self.evaluate(arrangement).step_s
+
+
+class _Evaluator:
+    """One evaluation, in the order in which the methods stand."""
+
+    def __init__(self, problem: Problem, arrangement: Arrangement) -> None:
+        self.problem, self.arrangement = problem, arrangement
+        self.nodes = np.array(arrangement.nodes, dtype=np.int64)
+        self.places = np.array(arrangement.places, dtype=np.int64)
+        self.stages = len(self.nodes)
+        pick = np.ix_(self.nodes, self.nodes)
+        self.s_per_byte = problem.network.s_per_byte[pick]
+        self.delay_s = problem.network.delay_s[pick]
+
+    def result(self) -> Evaluation:
+        self._compute()
+        self._traffic()
+        self._links()
+        fill_s = self._fill()
+        period_s, bottleneck = self._bottleneck()
+        in_flight, period_s, memory, missing = self._flights(period_s)
+        tied_s = self._tied()
+        step_s = fill_s + (self.problem.micro_batches - 1) * period_s + tied_s
+        if missing.any():
+            step_s = np.inf
+        return Evaluation(
+            float(step_s),
+            fill_s,
+            period_s,
+            tied_s,
+            self.forward_s,
+            self.backward_s,
+            self.raw,
+            self.link_s,
+            self.transfer_s,
+            self.tied_bytes,
+            in_flight,
+            memory,
+            missing,
+            bottleneck,
+        )
+
+    def _compute(self) -> None:
+        index, works = self.problem.paces
+        flops = self.problem.network.flops[self.nodes]
+        first, last = self.places[:-1], self.places[1:]
+        kinds = index[self.nodes]
+        forward = np.array([work[0] for work in works])
+        backward = np.array([work[1] for work in works])
+        self.forward_s = (forward[kinds, last] - forward[kinds, first]) / flops
+        self.backward_s = (backward[kinds, last] - backward[kinds, first]) / flops
+
+    def _traffic(self) -> None:
+        edges = self.problem.profile.edges
+        source = np.searchsorted(self.places, edges.source, side="right") - 1
+        target = np.searchsorted(self.places, edges.target, side="right") - 1
+        first = np.ones(len(source), dtype=bool)  # a stage with several readers receives once
+        first[1:] = (edges.group[1:] != edges.group[:-1]) | (target[1:] != target[:-1])
+        sent = first & (target > source)
+        source, target = source[sent], target[sent]
+        self.raw = np.zeros((self.stages, self.stages))
+        np.add.at(self.raw, (source, target), edges.forward_bytes[sent])
+        np.add.at(self.raw, (target, source), edges.backward_bytes[sent])
+
+    def _links(self) -> None:
+        default, codecs = self.arrangement.default, self.arrangement.codecs or {}
+        self.wire = self.raw / default.ratio
+        encode = self.raw * default.encode_s_per_byte
+        decode = self.raw * default.decode_s_per_byte
+        for (source, target), codec in codecs.items():
+            raw = self.raw[source, target]
+            self.wire[source, target] = raw / codec.ratio
+            encode[source, target] = raw * codec.encode_s_per_byte
+            decode[source, target] = raw * codec.decode_s_per_byte
+        used = self.raw > 0
+        self.transfer_s = np.where(used, np.multiply(self.wire, self.s_per_byte, where=used), 0.0)
+        self.link_s = np.where(used, self.transfer_s + self.delay_s + encode + decode, 0.0)
+        forward = np.triu(encode), np.triu(decode)
+        self.forward_codec_s = forward[0].sum(axis=1) + forward[1].sum(axis=0)
+        self.codec_s = encode.sum(axis=1) + decode.sum(axis=0)
+
+    def _fill(self) -> float:
+        """The longest way through all stages and back; in a chain, the sum of everything."""
+        if self._only_neighbours():
+            return float(self.forward_s.sum() + self.backward_s.sum() + self.link_s.sum())
+        there = np.zeros(self.stages)
+        for stage in range(self.stages):
+            sources = self.raw[:stage, stage] > 0
+            begin = max((there[:stage] + self.link_s[:stage, stage])[sources], default=0.0)
+            there[stage] = begin + self.forward_s[stage]
+        back = np.zeros(self.stages)
+        for stage in range(self.stages - 1, -1, -1):
+            sources = self.raw[stage + 1 :, stage] > 0
+            begin = max((back[stage + 1 :] + self.link_s[stage + 1 :, stage])[sources], default=there[stage])
+            back[stage] = max(begin, there[stage]) + self.backward_s[stage]
+        return float(back.max())
+
+    def _only_neighbours(self) -> bool:
+        return not (np.triu(self.raw, 2).any() or np.tril(self.raw, -2).any()) and bool(
+            (np.diagonal(self.raw, 1) > 0).all()
+        )
+
+    def _bottleneck(self) -> tuple[float, Pair]:
+        if self.problem.gpipe:
+            upper = np.triu(self.transfer_s)
+            forward, _ = self._busiest(self.forward_s + self.forward_codec_s, upper, np.triu(self.wire))
+            backward_busy = self.backward_s + self.codec_s - self.forward_codec_s
+            backward, _ = self._busiest(backward_busy, self.transfer_s - upper, np.tril(self.wire))
+            both = self.transfer_s + self.transfer_s.T
+            return forward + backward, self._busiest(self._busy(), both, self.wire)[1]
+        return self._busiest(self._busy(), self.transfer_s, self.wire)
+
+    def _busy(self) -> Floats:
+        return np.asarray(self.forward_s + self.backward_s + self.codec_s)
+
+    def _busiest(self, busy_s: Floats, transfer_s: Floats, wire: Floats) -> tuple[float, Pair]:
+        stage = int(busy_s.argmax())
+        longest, found = float(busy_s[stage]), (stage, stage)
+        link = int(transfer_s.argmax())
+        if transfer_s.flat[link] > longest:
+            longest, found = float(transfer_s.flat[link]), (link // self.stages, link % self.stages)
+        for site, seconds in self._uplinks(wire):
+            if seconds > longest * (1 + _ROUNDING):
+                longest, found = seconds, (-1, site)
+        return longest, found
+
+    def _uplinks(self, wire: Floats) -> list[tuple[int, float]]:
+        network = self.problem.network
+        if not network.shares_uplinks:
+            return []
+        site = network.site[self.nodes]
+        leaving = wire * (site[:, None] != site[None, :])
+        found = []
+        for one in dict.fromkeys(site.tolist()):
+            here = site == one
+            out = float(leaving[here].sum() * network.out_s_per_byte[one])
+            into = float(leaving[:, here].sum() * network.in_s_per_byte[one])
+            found.append((one, max(out, into)))
+        return found
+
+    def _flights(self, period_s: float) -> tuple[tuple[int, ...], float, Floats, Floats]:
+        """Return micro-batches in flight by stage, the period that they allow, memory, and what is missing of it.
+
+        1F1B keeps one micro-batch more at each stage than at the next; where a link takes long, as many more as hide
+        it. Memory may allow fewer: then the pipeline waits.
+        """
+        profile, count = self.problem.profile, self.problem.micro_batches
+        first, last = self.places[:-1], self.places[1:]
+        fixed = profile.resident_bytes[first, last] + 2 * profile.working_bytes[first, last]
+        each = profile.flight_bytes[first, last]
+        limit = self.problem.network.memory_bytes[self.nodes]
+        pairs = self._pair_times()
+        flights = [count] * self.stages if self.problem.gpipe else self._wanted(pairs, period_s)
+        memory = MARGIN * (fixed + np.array(flights) * each)
+        if self.problem.gpipe or (memory <= limit).all():
+            return tuple(flights), period_s, memory, np.maximum(memory - limit, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = np.where(each > 0, np.floor((limit / MARGIN - fixed) / each), count)
+        fewer = [max(1, min(want, int(most))) for want, most in zip(flights, np.clip(room, 0, count), strict=True)]
+        for stage in range(1, self.stages):
+            fewer[stage] = min(fewer[stage], fewer[stage - 1])
+        memory = MARGIN * (fixed + np.array(fewer) * each)
+        period_s = max(period_s, self._waiting(pairs, fewer))
+        return tuple(fewer), period_s, memory, np.maximum(memory - limit, 0.0)
+
+    def _pair_times(self) -> list[float]:
+        """Time of a micro-batch at each stage and the next one with the links between them, both ways."""
+        busy = self.forward_s + self.backward_s
+        between = np.diagonal(self.link_s, 1) + np.diagonal(self.link_s, -1)
+        return [float(pair) for pair in busy[:-1] + busy[1:] + between]
+
+    def _wanted(self, pairs: list[float], period_s: float) -> list[int]:
+        wanted = [1]
+        for pair in reversed(pairs):
+            more = ceil(pair / period_s - _ROUNDING) - 1 if 0 < period_s < np.inf and pair < np.inf else 1
+            wanted.append(min(self.problem.micro_batches, wanted[-1] + max(1, more)))
+        return wanted[::-1]
+
+    def _waiting(self, pairs: list[float], flights: list[int]) -> float:
+        """Return the period below which fewer micro-batches in flight do not let the pipeline go.
+
+        A micro-batch that enters a stage frees its place when its backward is done; and neighbours that both are full
+        take turns.
+        """
+        busy = (self.forward_s + self.backward_s).tolist()
+        longest, beyond = 0.0, busy[-1] / flights[-1]
+        round_trip = busy[-1]
+        for stage in range(self.stages - 2, -1, -1):
+            round_trip += pairs[stage] - busy[stage + 1]
+            if flights[stage] < self.problem.micro_batches:
+                turns = flights[stage] - flights[stage + 1] + 1
+                longest = max(longest, pairs[stage] / turns, round_trip / flights[stage])
+        return max(longest, beyond)
+
+    def _tied(self) -> float:
+        """Every use's gradient of a tied weight goes to all other stages that hold it, after the last backward."""
+        self.tied_bytes = np.zeros((self.stages, self.stages))
+        for shared in self.problem.profile.shared:
+            if not shared.trainable:
+                continue
+            uses = np.diff(shared.uses[self.places])
+            holders = np.flatnonzero(uses)
+            for source in holders:
+                for target in holders[holders != source]:
+                    self.tied_bytes[source, target] += uses[source] * shared.bytes
+        used = self.tied_bytes > 0
+        if not used.any():
+            return 0.0
+        exchange_s: Floats = self.tied_bytes[used] * self.s_per_byte[used] + self.delay_s[used]
+        return float(exchange_s.max())

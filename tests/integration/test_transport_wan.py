@@ -1,0 +1,72 @@
+"""Workers' streams over links with a WAN's rate and delay."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from fusion.cli.wan import Machine, WanLink, WanRelay
+from tests.support.transport import (
+    Recorder,
+    grpc_transport,
+    no_thread_left,
+    node_credentials,
+    nominal,
+    outgoing,
+    start_all,
+)
+
+RATE, DELAY_S = 4_000_000.0, 0.03
+
+
+class RelayThread:
+    """A relay between two machines on an event loop of its own."""
+
+    def __init__(self, ports: list[int]) -> None:
+        links = [WanLink("here", "there", RATE, DELAY_S), WanLink("there", "here", RATE, DELAY_S)]
+        places = ("here", "there")
+        machines = [Machine(f"node-{k}", places[k], f"127.0.0.1:{port}") for k, port in enumerate(ports)]
+        self._relay = WanRelay(links, machines)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.routes = self._call(self._relay.start())
+
+    def _call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+    def close(self) -> dict[str, dict[str, int]]:
+        self._call(self._relay.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        return self._relay.report()
+
+
+def test_tensors_and_verdicts_cross_a_slow_link():
+    credentials, recorders = node_credentials(2), [Recorder(), Recorder()]
+    routes: list[dict[str, str]] = [{}, {}]
+    with no_thread_left():
+        transports = [grpc_transport(number, credentials, routes=routes[number]) for number in (0, 1)]
+        ports = [transport.listen() for transport in transports]
+        relay = RelayThread(ports)
+        for number in (0, 1):
+            other = 1 - number
+            routes[number][nominal(other)] = relay.routes[f"node-{number}"][f"127.0.0.1:{ports[other]}"]
+        start_all(transports, recorders)
+        began_s = time.monotonic()
+        transports[0].send(1, outgoing(1, bytes(2_000_000)))
+        transports[0].send(1, outgoing(2, b"verdict", urgent=True))
+        transports[1].send(0, outgoing(3, bytes(500_000)))
+        recorders[1].wait_messages(2)
+        recorders[0].wait_messages(1)
+        taken_s = time.monotonic() - began_s
+        transports[0].close("done")
+        transports[1].close("done")
+        carried = relay.close()
+    assert taken_s >= 2_000_000 / RATE / 1.1 + DELAY_S
+    assert recorders[1].edges() == [2, 1]
+    assert 2_000_000 < carried["node-0"]["node-1"] < 2_200_000
+    assert 500_000 < carried["node-1"]["node-0"] < 700_000
+    assert [recorder.lost for recorder in recorders] == [[], []]
