@@ -68,6 +68,7 @@ class Controller:
         self._schedule_wanted = asyncio.Event()
         self._node_came_s = -1e9  #: when a node last became free
         self._tasks: list[asyncio.Task[None]] = []
+        self.stopping = asyncio.Event()  #: set when streams shall end
         self._since_compaction = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -97,7 +98,8 @@ class Controller:
             self.failed.set_exception(task.exception() or RuntimeError("ended"))
 
     def end_streams(self) -> None:
-        """Let every Watch stream end, because the process does."""
+        """Let every stream end, because the process does."""
+        self.stopping.set()
         for session in self._sessions.values():
             session.end(UnreachableError("the coordinator is stopping"))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fusion.base.errors import FusionError
 from fusion.cli.output import json_option, print_json
 
 if TYPE_CHECKING:
@@ -51,20 +52,29 @@ def demo(nodes: int, steps: int | None, model: str, wan: bool, keep: bool, as_js
     however it ends.
     """
     wishes = Wishes(nodes, steps or DEFAULT_STEPS[model], model, wan)
-    with _terminable():
-        directory = Path(tempfile.mkdtemp(prefix="fusion-demo-"))
-        try:
-            outcome = _run(wishes, directory)
-        finally:
-            if keep:
-                click.echo(f"logs and state are in {directory}", err=True)
-            else:
-                shutil.rmtree(directory, ignore_errors=True)
+    with _terminable(), _directory(keep) as directory:
+        outcome = _run(wishes, directory)
     if as_json:
         print_json(outcome.as_json())
     else:
         for line in outcome.lines():
             click.echo(line)
+
+
+@contextmanager
+def _directory(keep: bool) -> Iterator[Path]:
+    """A directory for logs and state, removed at the end unless `keep` or something failed that the logs explain."""
+    directory = Path(tempfile.mkdtemp(prefix="fusion-demo-"))
+    try:
+        yield directory
+    except FusionError:
+        keep = True
+        raise
+    finally:
+        if keep:
+            click.echo(f"logs and state are in {directory}", err=True)
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
@@ -118,6 +128,7 @@ def _train(
     job: Job, run: Run, display: Display, helpers: Any, name: str
 ) -> tuple[list[StepMetrics], list[StepMetrics]]:
     """Follow the run in a thread and compute the reference meanwhile: most of the time the nodes wait for the WAN."""
+    display.begin(name)
     follower = _Follower(run, lambda step: display.step(name, step))
 
     def reference_step(step: StepMetrics) -> None:

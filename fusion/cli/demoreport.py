@@ -137,6 +137,11 @@ class Display:
         else:
             click.echo(text, err=True)
 
+    def begin(self, name: str) -> None:
+        """Show that the run `name` is starting."""
+        if self._bars is not None and name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=self._steps, detail="starting")
+
     def step(self, name: str, metrics: StepMetrics) -> None:
         """Show that the run `name` has finished a step."""
         if self._bars is None:
@@ -144,8 +149,7 @@ class Display:
             if metrics.step == 1 or metrics.step % every == 0 or metrics.step == self._steps:
                 click.echo(f"{name}: {describe(metrics, self._steps)}", err=True)
             return
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=self._steps, detail="")
+        self.begin(name)
         self._bars.update(self._tasks[name], completed=metrics.step, detail=describe(metrics, self._steps))
 
 

@@ -21,18 +21,17 @@ def load_job(path: Path, settings: dict[str, Any] | None = None) -> Any:
     """Run the file and return its job.
 
     A file defines `job = fusion.Job(...)`, or a function `make_job()` whose parameters, all with defaults, can be set
-    by `settings`. ConfigError, one line with file and line number, for whatever is wrong with it.
+    by `settings`; with settings it is called even if there is a `job`. ConfigError, one line with file and line number,
+    for whatever is wrong with it.
     """
     from fusion.job.job import Job
 
     module = _run(_checked(path))
-    make = getattr(module, "make_job", None)
+    job, make = getattr(module, "job", None), getattr(module, "make_job", None)
     if settings and make is None:
         raise UsageError(f"job file {path}: --set needs a function make_job() with parameters; the file defines none")
-    if make is not None:
+    if make is not None and (settings or job is None):
         job = _make(path, make, settings or {})
-    else:
-        job = getattr(module, "job", None)
     if not isinstance(job, Job):
         found = "defines neither" if job is None else f"has a job of type {type(job).__name__}, not"
         raise ConfigError(f"job file {path}: {found} 'job = fusion.Job(...)' nor a function make_job()")

@@ -27,9 +27,7 @@ _MOST_ROWS = 40  #: of a table for people
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace (JSON), which Perfetto opens too.")
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the timeline as a picture.")
 @json_option
-def simulate(
-    steps: int, trace: Path | None, svg: Path | None, as_json: bool, **settings: Any
-) -> None:
+def simulate(steps: int, trace: Path | None, svg: Path | None, as_json: bool, **settings: Any) -> None:
     """Simulate the steps of a job on a cluster: compute, links with their queues and credit, and the schedule.
 
     Nothing is trained and no node has to run. The plan is the one that `fusion plan` shows for the same options.

@@ -247,21 +247,20 @@ def diagnose_server(address: str, server_name: str, credentials: Path) -> Fusion
         ):
             # With TLS 1.3 the server judges our certificate only now; a content one sends its HTTP/2 settings.
             if not secured.recv(1):
-                return _refused(address, "it closed the connection")
+                return UnreachableError(
+                    f"{address} closes the connection on seeing this machine's certificate: it refuses it "
+                    "(join again with a new token), or is just ending"
+                )
     except ssl.SSLCertVerificationError as error:
         return _server_certificate_problem(address, error)
     except ssl.SSLError as error:
         reason = (error.reason or str(error)).lower().replace("_", " ")
         if "alert" in reason:
-            return _refused(address, reason)
+            return AuthError(f"{address} refuses this machine's certificate ({reason}); join again with a new token")
         return UnreachableError(f"{address} does not speak TLS as a coordinator does ({reason}); check the port")
     except OSError as error:
         return UnreachableError(_connection_problem(address, error))
     return None
-
-
-def _refused(address: str, reason: str) -> FusionError:
-    return AuthError(f"{address} refuses this machine's certificate ({reason}); join again with a new token")
 
 
 def _server_certificate_problem(address: str, error: ssl.SSLCertVerificationError) -> FusionError:

@@ -9,6 +9,7 @@ Arrays are [.., place]. E[j] is the least fill of a pipeline that ends at place 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ class Chain:
         self.caps_s = self._caps()
         self._least_place = self._memory_places()
         self._windows: dict[int, Ints] = {}
+        self.limits_s = (self.caps_s * (1 + _ROUNDING)).astype(np.float32)
 
     def _caps(self) -> npt.NDArray[np.float64]:
         """Bottlenecks to try, from all nodes sharing the work without loss to the slowest doing all of it."""
@@ -70,10 +72,11 @@ class Chain:
         """[node, j]: the first place from which a stage that ends at j keeps below bottleneck `cap`, and fits."""
         found = self._windows.get(cap)
         if found is None:
-            found = self._windows[cap] = self._window(float(self.caps_s[cap]))
+            found = self._windows[cap] = self.window_at(float(self.caps_s[cap]))
         return found
 
-    def _window(self, cap_s: float) -> Ints:
+    def window_at(self, cap_s: float) -> Ints:
+        """Return the same for a bottleneck that need not be in the grid."""
         index, works = self.problem.paces
         first = np.empty((self.nodes, self.blocks + 1), dtype=np.int64)
         for kind, (forward, backward) in enumerate(works):
@@ -82,6 +85,15 @@ class Chain:
             reach = cap_s * (1 + _ROUNDING) * self.problem.network.flops[of_kind]
             first[of_kind] = np.searchsorted(work, work[None, :] - reach[:, None])
         return np.maximum(first, self._least_place)
+
+    @cached_property
+    def windows(self) -> Ints:
+        """[cap, node, j]: all windows."""
+        return np.array([self.window(cap) for cap in range(_CAPS)])
+
+    def caps_near(self, cap: int, steps: Sequence[int]) -> list[int]:
+        """Return the caps so many steps beside one, within the grid."""
+        return sorted({min(_CAPS - 1, max(0, cap + step)) for step in steps})
 
     def cap_of(self, period_s: float) -> int:
         """Return the index of the smallest bottleneck in the grid that is not below `period_s`."""
@@ -103,7 +115,7 @@ class Chain:
         backward = self.back[source, target][..., None] * self.backward_out
         if self.problem.gpipe:
             return np.asarray(forward + backward)
-        return np.maximum(forward, backward)
+        return np.asarray(np.maximum(forward, backward))
 
     # ---- one order of nodes ----
 
@@ -120,7 +132,7 @@ class Chain:
 
     def _cuts(self, nodes: Ints, caps: Ints) -> list[tuple[int, ...]]:
         windows = np.array([self.window(int(cap))[nodes] for cap in caps])  # [cap, stage, j]
-        limits = self.caps_s[caps].astype(np.float32)[:, None] * np.float32(1 + _ROUNDING)
+        limits = self.limits_s[caps][:, None]
         fill, _ = self.first_stage(nodes[:1], windows[:, 0])
         origins = []
         for stage in range(1, len(nodes)):

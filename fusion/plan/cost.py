@@ -192,7 +192,7 @@ class _Evaluator:
             encode[source, target] = raw * codec.encode_s_per_byte
             decode[source, target] = raw * codec.decode_s_per_byte
         used = self.raw > 0
-        self.transfer_s = np.where(used, np.multiply(self.wire, self.s_per_byte, where=used), 0.0)
+        self.transfer_s = np.where(used, self.wire * np.where(used, self.s_per_byte, 0.0), 0.0)
         self.link_s = np.where(used, self.transfer_s + self.delay_s + encode + decode, 0.0)
         forward = np.triu(encode), np.triu(decode)
         self.forward_codec_s = forward[0].sum(axis=1) + forward[1].sum(axis=0)

@@ -65,7 +65,7 @@ class Workload:
         shares = np.array([share[op.kind] for op in self.operators])
 
         def longer(flops: list[float], moved: list[float]) -> Floats:
-            return np.maximum(np.array(flops) / shares, np.array(moved) / pace.bytes_per_flop)
+            return np.asarray(np.maximum(np.array(flops) / shares, np.array(moved) / pace.bytes_per_flop))
 
         forward = longer([op.forward_flops for op in self.operators], [op.forward_bytes for op in self.operators])
         backward = longer([op.backward_flops for op in self.operators], [op.backward_bytes for op in self.operators])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusion.base.errors import WireError
 from fusion.base.ids import StageIndex
+from fusion.base.units import MIB
 from fusion.graph.dag import DTYPE_BYTES
 from fusion.protocol.header import describe, elements, header_from_proto, span_bytes
 from fusion.protocol.messages import MessageHeader, Session
@@ -44,10 +46,18 @@ class _Open:
     number: int
     about: str
     header: MessageHeader
-    payload: bytearray
+    payload: memoryview
     urgent: bool
     cost: int  #: bytes of credit
     filled: int = 0
+
+
+def _buffer(size: int) -> memoryview:
+    """Return writable memory. Large buffers come from the kernel, page by page as they fill, 64-byte aligned.
+
+    A bytearray would be zeroed first: seconds for a few gigabytes, in which no other Python thread runs.
+    """
+    return memoryview(bytearray(size) if size < MIB else mmap.mmap(-1, size))
 
 
 class Assembler:
@@ -92,7 +102,7 @@ class Assembler:
         cost = 0 if message.urgent and size <= FREE_BYTES else size
         self._charge(cost, size, about)
         self._remember(header, about)
-        opened = _Open(message.message, about, header, bytearray(size), message.urgent, cost)
+        opened = _Open(message.message, about, header, _buffer(size), message.urgent, cost)
         if size == 0:
             return self._arrived(opened)
         self._open[message.urgent] = opened
@@ -182,7 +192,7 @@ class Assembler:
         return Incoming(
             source=StageIndex(self._session.source),
             header=opened.header,
-            payload=memoryview(opened.payload),
+            payload=opened.payload,
             release=self._release_once(opened.cost, len(opened.payload)),
         )
 

@@ -108,9 +108,7 @@ class Worker:
             reason = "failed"
             try:
                 self._channel.state("ready")
-                transport.start(
-                    MessageReceiver(runner, self._config.device, self._on_lost, self._on_failure), CONNECT_TIMEOUT_S
-                )
+                self._connect(transport, runner)
                 self._channel.state("running")
                 runner.run(self._look)
                 self._finished.set()
@@ -225,6 +223,9 @@ class Worker:
         try:
             if self._stop_reason is None:
                 transport.start(receiver, CONNECT_TIMEOUT_S)
+        except UnreachableError as error:
+            if self._stop_reason is None:  # that peer's own node may know better what happened
+                raise PeerLostError(StageIndex(-1), str(error)) from error
         except FusionError:
             if self._stop_reason is None:
                 raise

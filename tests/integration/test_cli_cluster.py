@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 import fusion
-from fusion.base.errors import JobError
+from fusion.base.errors import JobError, UnreachableError
 from fusion.cli.democluster import DemoCluster
 from fusion.cli.helpers import Helpers
 from fusion.cli.jobfile import load_job
+from fusion.cli.main import cli, run
+from fusion.job.client import Client
+from fusion.protocol.job import JobSpec
 
 pytestmark = pytest.mark.slow
 
@@ -59,21 +59,26 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-def _fusion(home: Path, *arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "fusion.cli.main", *arguments],
-        env=os.environ | {"FUSION_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout if code == 0 else done.stderr
+Fusion = Callable[..., str]
 
 
-def test_a_job_from_submission_to_weights(home: Path, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in _fusion(home, "submit", str(home / "job.py"), "--json").splitlines()]
+@pytest.fixture
+def command(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fusion:
+    """Runs `fusion` here and returns its stdout, or with an expected exit `code` other than 0 its line on stderr."""
+    monkeypatch.setenv("FUSION_HOME", str(home))
+
+    def fusion_command(*arguments: str, code: int = 0) -> str:
+        capsys.readouterr()
+        ended = run(cli, arguments, "fusion")
+        said = capsys.readouterr()
+        assert ended == code, said.err
+        return said.err if code else said.out
+
+    return fusion_command
+
+
+def test_a_job_from_submission_to_weights(home: Path, tmp_path: Path, command: Fusion) -> None:
+    lines = [json.loads(line) for line in command("submit", str(home / "job.py"), "--json").splitlines()]
     job = lines[0]["job"]
     assert lines[0]["steps"] == 4
     assert [line["step"] for line in lines[1:-1]] == [1, 2, 3, 4]
@@ -82,69 +87,92 @@ def test_a_job_from_submission_to_weights(home: Path, tmp_path: Path) -> None:
     reference = load_job(home / "job.py").run_local()
     assert [line["loss"] for line in lines[1:-1]] == reference.losses
 
-    status = json.loads(_fusion(home, "status", job, "--json"))
+    status = json.loads(command("status", job, "--json"))
     assert (status["state"], status["step"], status["steps"], status["name"]) == ("succeeded", 4, 4, "cli-test")
     assert len(status["stages"]) == 2
     assert sum(stage["operators"] for stage in status["stages"]) > 0
-    assert [item["job"] for item in json.loads(_fusion(home, "status", "--json"))] == [job]
-    assert job in _fusion(home, "status")
-    assert "stage 1" in _fusion(home, "status", job)
-    log = [json.loads(line) for line in _fusion(home, "logs", job, "-f", "--json").splitlines()]
+    assert [item["job"] for item in json.loads(command("status", "--json"))] == [job]
+    assert job in command("status")
+    assert "stage 1" in command("status", job)
+    log = [json.loads(line) for line in command("logs", job, "-f", "--json").splitlines()]
     assert log
     assert set(log[0]) == {"time_s", "level", "origin", "text"}
 
     output = tmp_path / "out with space.safetensors"
-    assert "wrote" in _fusion(home, "weights", job, "-o", str(output))
+    assert "wrote" in command("weights", job, "-o", str(output))
     expected = reference.state_dict()
     trained = load_file(output)
     assert set(trained) == set(expected)
     for name, value in expected.items():
         assert trained[name].shape == value.shape, name
         assert torch.equal(trained[name], value), name
-    assert "exists already" in _fusion(home, "weights", job, "-o", str(output), code=10)
+    assert "exists already" in command("weights", job, "-o", str(output), code=10)
     before = output.stat().st_mtime_ns
-    _fusion(home, "weights", job, "-o", str(output), "--force")
+    command("weights", job, "-o", str(output), "--force")
     assert output.stat().st_mtime_ns != before
     assert [path.name for path in tmp_path.iterdir()] == [output.name]
-    assert "is a directory" in _fusion(home, "weights", job, "-o", str(tmp_path), code=10)
+    assert "is a directory" in command("weights", job, "-o", str(tmp_path), code=10)
 
-    with fusion.attach(job, credentials=home / "owner") as run:
+    with fusion.attach(job, credentials=home / "owner") as attached:
         model = load_job(home / "job.py").model
-        run.load_into(model)
+        attached.load_into(model)
         assert torch.equal(model.again.weight, expected["last.weight"])
-        assert [step.loss for step in run.metrics(after_step=2)] == reference.losses[2:]
-        assert run.wait().step == 4
+        assert [step.loss for step in attached.metrics(after_step=2)] == reference.losses[2:]
+        assert attached.wait().step == 4
 
 
-def test_a_job_can_be_cancelled_and_its_end_is_told(home: Path, tmp_path: Path) -> None:
-    said = _fusion(home, "submit", str(home / "job.py"), "--set", "steps=100000", "--detach")
+def test_a_job_can_be_cancelled_and_its_end_is_told(home: Path, tmp_path: Path, command: Fusion) -> None:
+    said = command("submit", str(home / "job.py"), "--set", "steps=100000", "--detach")
     assert said.startswith("a line of the owner's own\nsubmitted job-")
     job = said.splitlines()[-1].split()[-1]
-    assert "weights are there once it has succeeded" in _fusion(home, "weights", job, "-o", str(tmp_path / "w"), code=40)
-    with fusion.attach(job, credentials=home / "owner") as run:
+    assert "weights are there once it has succeeded" in command("weights", job, "-o", str(tmp_path / "w"), code=40)
+    with fusion.attach(job, credentials=home / "owner") as attached:
         failures: list[BaseException] = []
 
         def follow() -> None:
             try:
-                for _ in run.metrics():
+                for _ in attached.metrics():
                     pass
             except JobError as error:
                 failures.append(error)
 
         follower = threading.Thread(target=follow)
         follower.start()
-        assert "cancelled" in _fusion(home, "cancel", job, "--reason", "enough of it")
+        assert "cancelled" in command("cancel", job, "--reason", "enough of it")
         follower.join(20)
         assert "enough of it" in str(failures[0])
         with pytest.raises(JobError, match="enough of it"):
-            run.wait()
-    assert job in _fusion(home, "cancel", job, code=40)
-    assert json.loads(_fusion(home, "status", job, "--json"))["state"] == "cancelled"
+            attached.wait()
+    assert job in command("cancel", job, code=40)
+    assert json.loads(command("status", job, "--json"))["state"] == "cancelled"
 
 
-def test_doctor_and_errors_against_a_running_coordinator(home: Path) -> None:
-    checks = {check["name"]: check["status"] for check in json.loads(_fusion(home, "doctor", "--json"))["checks"]}
+def test_doctor_and_errors_against_a_running_coordinator(command: Fusion) -> None:
+    checks = {check["name"]: check["status"] for check in json.loads(command("doctor", "--json"))["checks"]}
     assert checks["coordinator"] == "ok"
     assert checks["certificate"] == "ok"
-    assert "there is no job" in _fusion(home, "status", "job-zzzzzzzzzz", code=40)
-    assert "there are credentials" in _fusion(home, "join", "x", code=10)
+    assert "there is no job" in command("status", "job-zzzzzzzzzz", code=40)
+    assert "there are credentials" in command("join", "x", code=10)
+
+
+def test_b31_a_submission_whose_answer_was_lost_does_not_start_a_second_job(
+    home: Path, command: Fusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = load_job(home / "job.py", {"steps": 1000})
+    real_submit = Client.submit
+
+    def lose_the_answer(self: Client, spec: JobSpec, request_id: str) -> str:
+        real_submit(self, spec, request_id)
+        raise UnreachableError("the answer was lost")
+
+    before = {item["job"] for item in json.loads(command("status", "--json"))}
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "submit", lose_the_answer)
+        with pytest.raises(UnreachableError):
+            job.submit(credentials=home / "owner")
+    with job.submit(credentials=home / "owner") as first, job.submit(credentials=home / "owner") as second:
+        made = {item["job"] for item in json.loads(command("status", "--json"))} - before
+        assert made == {first.job_id, second.job_id}
+        assert len(made) == 2  # a submission that succeeded is over: the next one is a job of its own
+        second.cancel()
+        first.cancel()

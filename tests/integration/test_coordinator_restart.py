@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 
 import grpc
 import pytest
 
+from fusion.base.errors import ConfigError, StateError
 from fusion.wire.v1 import coordinator_pb2
 from tests.support.coordinator import CoordinatorProcess, FakeNode, FakeOwner, request_id, stubs, wait_until
 
@@ -148,21 +150,14 @@ def test_f32_sigterm_ends_it_cleanly_and_leaves_the_state_as_it_is(coordinator):
 
 
 def test_f30_a_second_coordinator_on_the_same_state_or_the_same_port_refuses_to_start(coordinator, tmp_path):
-    import subprocess
-    import sys
+    from fusion_coordinator.server import Listen, serve
 
-    def serve(directory, listen):
-        command = [sys.executable, "-m", "fusion_coordinator.cli", "serve", "--state-dir", str(directory)]
-        done = subprocess.run([*command, "--listen", listen], capture_output=True, text=True, timeout=60)
-        lines = [line for line in done.stderr.splitlines() if line.startswith("fusion-coordinator:")]
-        assert "Traceback" not in done.stderr
-        assert done.stdout == ""
-        return done.returncode, lines[-1]
+    def start(directory, listen):
+        asyncio.run(serve(directory, Listen(listen), started=print, stop=asyncio.Event(), lock_wait_s=0.0))
 
-    code, line = serve(coordinator.directory, "127.0.0.1:0")
-    assert code == 40
-    assert f"another coordinator (pid {coordinator.process.pid}) holds" in line
+    pid = coordinator.process.pid
+    with pytest.raises(StateError, match=rf"another coordinator \(pid {pid}\) holds"):
+        start(coordinator.directory, "127.0.0.1:0")
     other = CoordinatorProcess(tmp_path / "other")
-    code, line = serve(other.directory, coordinator.address)
-    assert code == 10
-    assert f"cannot listen on {coordinator.address}" in line
+    with pytest.raises(ConfigError, match=f"cannot listen on {coordinator.address}"):
+        start(other.directory, coordinator.address)

@@ -30,13 +30,14 @@ def _file(tmp_path: Path, text: str | bytes) -> Path:
 
 
 def test_a_job_at_top_level_is_found(tmp_path: Path) -> None:
-    job = load_job(_file(tmp_path, GOOD + "job = make_job()\ndel make_job\n"))
+    job = load_job(_file(tmp_path, GOOD + "job = make_job()\n"))
     assert (job.name, job.steps) == ("from-file", 3)
 
 
 def test_a_function_may_make_the_job_with_settings(tmp_path: Path) -> None:
     path = _file(tmp_path, GOOD)
     assert load_job(path).steps == 3
+    assert load_job(_file(tmp_path, GOOD + "job = make_job(4)\n"), {"steps": 6}).steps == 6
     job = load_job(path, parse_settings(("steps=50", "lr=1e-2", "name=other", "shuffle=false")))
     assert (job.steps, job.optimizer.spec.learning_rate, job.name, job.shuffle) == (50, 0.01, "other", False)
 
@@ -53,7 +54,7 @@ def test_files_beside_the_job_file_can_be_imported_and_main_does_not_run(tmp_pat
         job = load_job(_file(tmp_path, text + "if __name__ == '__main__':\n    raise SystemExit('main ran')\n"))
     finally:
         sys.modules.pop("beside_the_job", None)
-    assert job.steps == 3  # make_job, where there is one, has the last word
+    assert job.steps == 7
     assert str(tmp_path) not in sys.path
 
 

@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from fusion.observe import doctor
 from fusion.observe.doctor import Check, Status
 from fusion.security.ca import CertificateAuthority
 from fusion.security.credentials import Role, load_key
-from tests.support.node import CLUSTER, free_port
+from tests.support.node import CLUSTER, ScriptedCoordinator, free_port, serve
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,17 @@ def credentials(directory: Path) -> Path:
 
 def diagnosis(address: str, directory: Path) -> Any:
     return doctor.diagnose_server(address, f"coordinator.{CLUSTER}.fusion", directory)
+
+
+def test_b33_a_server_that_refuses_our_certificate_and_one_of_another_cluster(tmp_path: Path):
+    coordinator = ScriptedCoordinator()
+    with serve(coordinator) as address:
+        coordinator.make_node(tmp_path, address)
+        assert diagnosis(address, tmp_path) is None
+        foreign = ScriptedCoordinator().make_node(tmp_path, address)
+        assert isinstance(diagnosis(address, tmp_path), AuthError)  # our CA did not sign that server
+        replace(foreign, ca_pem=coordinator.ca.pem).save(tmp_path)
+        assert "closes the connection on seeing this machine's certificate" in str(diagnosis(address, tmp_path))
 
 
 def test_b33_nothing_listens(tmp_path: Path):

@@ -9,11 +9,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from fusion.base.errors import FusionError
+from fusion.base.errors import FusionError, WireError
 from fusion.observe.logs import fields
 from fusion.protocol.status import error_metadata, status_of
-from fusion.security.handlers import guard_aio
+from fusion.security.handlers import decode_inside, guard_aio
 from fusion.security.tls import Caller, caller
 from fusion_coordinator.addresses import host_of_peer
 
@@ -37,6 +38,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 yield
             except grpc.aio.AbortError:
                 raise
+            except DecodeError:
+                error = WireError(f"the request of {method} cannot be parsed")
+                await context.abort(*status_of(error), error_metadata(error))
             except FusionError as error:
                 code, line = status_of(error)
                 log.info("call refused", extra=fields(method=method, code=code.name, peer=context.peer(), why=line))
@@ -45,7 +49,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 log.exception("call failed", extra=fields(method=method, peer=context.peer()))
                 await context.abort(*status_of(error))
 
-        return guard_aio(handler, guard)
+        return guard_aio(decode_inside(handler), guard)
 
 
 def who(context: Any) -> Caller:

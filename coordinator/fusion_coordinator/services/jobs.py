@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from fusion.base.errors import UnreachableError
 from fusion.base.ids import JobId, random_id
 from fusion.protocol.job import JobSpec, job_from_proto
 from fusion.security.tls import Caller
@@ -130,7 +131,9 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
             if job.state.ended or not request.wait:
                 yield coordinator_pb2.JobEvent(status=await self._status(job))
                 return
-            await _first_of(states, news)
+            await _first_of(states, news, controller.stopping)
+            if controller.stopping.is_set():
+                raise UnreachableError("the coordinator is stopping")
 
     def _visible(self, job_id: str, caller: Caller) -> JobRecord:
         return jobs.visible(self._controller.state, job_id, caller.identity, caller.role)
