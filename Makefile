@@ -11,11 +11,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e ".[coordinator]"
+	$(PIP) -e ".[demo]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) -e ".[coordinator,test,dev]"
+	$(PIP) -e ".[demo,test,dev]"
 	touch $@
 
 $(PROTO_VENV)/.done: constraints.txt

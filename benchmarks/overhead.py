@@ -12,8 +12,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ class Case:
     model: nn.Module
     batch: Batch  #: one whole batch
     micro_batches: int
-    loss: Callable[[object, Batch], torch.Tensor] | None
+    loss: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor] | None
     forward: Callable[[nn.Module, Batch], torch.Tensor]
 
 
@@ -71,8 +72,7 @@ def resnet_case() -> Case:
         "label": torch.randint(0, 10, (128,), generator=generator),
     }
 
-    def loss(outputs: object, part: Batch) -> torch.Tensor:
-        assert isinstance(outputs, torch.Tensor)
+    def loss(outputs: Any, part: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(outputs, part["label"])
 
     return Case(model, batch, 4, loss, lambda net, part: loss(net(part["image"]), part))
@@ -88,7 +88,7 @@ def eager_steps(case: Case) -> Iterator[None]:
         for index in range(case.micro_batches):
             ids = np.arange(index * rows, (index + 1) * rows)
             loss = case.forward(model, data.batch(case.batch.keys(), ids))
-            (loss / case.micro_batches).backward()
+            torch.autograd.backward(loss / case.micro_batches)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield
@@ -115,8 +115,11 @@ def our_steps(case: Case, pieces: int) -> Iterator[None]:
 def even_cuts(graph: Graph, pieces: int) -> list[int]:
     """Return the legal cuts nearest to an equal number of operators per piece."""
     legal = legal_cuts(graph)
-    wanted = [len(graph.operators) * index / pieces for index in range(1, pieces)]
-    return sorted({min(legal, key=lambda cut, at=at: abs(cut - at)) for at in wanted})
+
+    def nearest(position: float) -> int:
+        return min(legal, key=lambda cut: abs(cut - position))
+
+    return sorted({nearest(len(graph.operators) * index / pieces) for index in range(1, pieces)})
 
 
 def _job(case: Case, rows: int) -> JobSpec:

@@ -144,7 +144,7 @@ def digit_images() -> tuple[np.ndarray, np.ndarray]:
     """Return grey images of handwritten digits, float32 (N, 1, height, width) in 0..1, and their classes (N)."""
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigError(
-            "the images come with scikit-learn, which is not installed; run: pip install 'fusionllm[examples]'"
+            "the images come with scikit-learn, which is not installed; run: pip install 'fusionllm[demo]'"
         )
     digits = importlib.import_module("sklearn.datasets").load_digits()
     # The set is in the order of its writers; both parts of a split shall hold all of them.

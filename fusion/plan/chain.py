@@ -1,6 +1,6 @@
 """The search's model of a pipeline as a chain, and the dynamic programs over the cuts of a given order of nodes.
 
-Here all that crosses a cut travels on the one link across it, with one codec everywhere. `cost.Problem.evaluate` is
+Here all that crosses a cut travels on the one link across it. `cost.Problem.evaluate` is
 exact; this is the same for chains and near it for graphs whose edges skip stages.
 
 Arrays are [.., place]. E[j] is the least fill of a pipeline that ends at place j, M[j] the bottleneck on that way.
@@ -28,27 +28,42 @@ _ROUNDING = 1e-6
 
 
 class Chain:
-    """A problem with one codec on all links, in single precision; `flights` micro-batches are assumed in memory."""
+    """A problem in single precision; each link has the fastest codec of `ladder`, and memory is counted for `flights`
+    micro-batches in flight.
+    """
 
-    def __init__(self, problem: Problem, codec: PlanCodec, flights: int = 1) -> None:
-        self.problem, self.codec, self.flights = problem, codec, flights
+    def __init__(self, problem: Problem, ladder: Sequence[PlanCodec], flights: int = 1) -> None:
+        self.problem, self.ladder, self.flights = problem, tuple(ladder), flights
         profile, network = problem.profile, problem.network
         self.waits = np.float32(problem.micro_batches - 1)
         self.nodes, self.blocks = len(network.flops), profile.blocks
         self.seconds = problem.seconds.astype(np.float32)  #: [node, place]
         self.forward_out = profile.forward_out.astype(np.float32)
         self.backward_out = profile.backward_out.astype(np.float32)
-        rate = np.minimum(network.s_per_byte / codec.ratio, _ABSENT_S_PER_BYTE)
-        codec_s = codec.encode_s_per_byte + codec.decode_s_per_byte
-        self.transfer = rate.astype(np.float32)  #: [p, q], seconds per raw byte from p to q
-        self.back = self.transfer.T.copy()  #: from q to p
-        self.codec_s = np.float32(codec_s)
+        self._choose_codecs(network.s_per_byte)
         delay = np.minimum(network.delay_s, NEVER)
         self.delay = (delay + delay.T if profile.backward_out.any() else delay).astype(np.float32)
         self.caps_s = self._caps()
         self._least_place = self._memory_places()
         self._windows: dict[int, Ints] = {}
         self.limits_s = (self.caps_s * (1 + _ROUNDING)).astype(np.float32)
+
+    def _choose_codecs(self, s_per_byte: npt.NDArray[np.float64]) -> None:
+        ratio = np.array([codec.ratio for codec in self.ladder])[:, None, None]
+        codec_s = np.array([codec.encode_s_per_byte + codec.decode_s_per_byte for codec in self.ladder])
+        transfer = np.minimum(s_per_byte / ratio, _ABSENT_S_PER_BYTE)
+        self.choice: Ints = (transfer + codec_s[:, None, None]).argmin(axis=0)  #: [p, q], index into the ladder
+        chosen = np.take_along_axis(transfer, self.choice[None], axis=0)[0]
+        self.transfer = chosen.astype(np.float32)  #: [p, q], seconds per raw byte from p to q
+        self.back = self.transfer.T.copy()  #: from q to p
+        self.codec_s = codec_s[self.choice].astype(np.float32)  #: [p, q], to encode and decode a raw byte
+        self.codec_back_s = self.codec_s.T.copy()
+
+    def arrange(self, nodes: Sequence[int], places: Sequence[int]) -> Arrangement:
+        """Return nodes and places with this chain's codecs."""
+        order = np.array(nodes, dtype=np.int64)
+        choice = None if len(self.ladder) == 1 else self.choice[np.ix_(order, order)]
+        return Arrangement(tuple(nodes), tuple(places), self.ladder, choice)
 
     def _caps(self) -> npt.NDArray[np.float64]:
         """Bottlenecks to try, from all nodes sharing the work without loss to the slowest doing all of it."""
@@ -103,8 +118,8 @@ class Chain:
 
     def link_fill(self, source: Ints, target: Ints) -> Singles:
         """[.., place]: seconds that a cut there adds to the fill, for pairs of nodes."""
-        forward = self.transfer[source, target][..., None] + self.codec_s
-        backward = self.back[source, target][..., None] + self.codec_s
+        forward = (self.transfer[source, target] + self.codec_s[source, target])[..., None]
+        backward = (self.back[source, target] + self.codec_back_s[source, target])[..., None]
         found: Singles = forward * self.forward_out + backward * self.backward_out
         found += self.delay[source, target][..., None]
         return found
@@ -124,7 +139,7 @@ class Chain:
         nodes = np.array(order, dtype=np.int64)
         best: tuple[float, Arrangement | None] = (np.inf, None)
         for places in self._cuts(nodes, np.array(caps, dtype=np.int64)):
-            found = Arrangement(tuple(order), places, self.codec)
+            found = self.arrange(order, places)
             step_s = self.problem.step_s(found)
             if step_s < best[0]:
                 best = (step_s, found)

@@ -10,7 +10,6 @@ Every value is costed on the link between the stages that make and read it, also
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -31,18 +30,27 @@ Pair = tuple[int, int]
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrangement:
     """Which nodes run which blocks, in order, and which codec each directed pair of stages uses."""
 
     nodes: tuple[int, ...]
     places: tuple[int, ...]  #: one more than nodes; from 0 to the number of blocks
-    default: PlanCodec = NONE
-    codecs: Mapping[Pair, PlanCodec] | None = None  #: by (source, target) stage, in place of the default
+    ladder: tuple[PlanCodec, ...] = (NONE,)
+    choice: Ints | None = None  #: [source, target] by stage, indices into the ladder; None: the first everywhere
 
     def codec(self, source: int, target: int) -> PlanCodec:
         """Return the codec from one stage to another."""
-        return (self.codecs or {}).get((source, target), self.default)
+        return self.ladder[0 if self.choice is None else int(self.choice[source, target])]
+
+    def rates(self) -> tuple[Floats, Floats, Floats]:
+        """Return [source, target] the ratio, and seconds per raw byte to encode and to decode."""
+        shape = (len(self.nodes), len(self.nodes))
+        choice = np.zeros(shape, dtype=np.int64) if self.choice is None else self.choice
+        ratio = np.array([codec.ratio for codec in self.ladder])
+        encode = np.array([codec.encode_s_per_byte for codec in self.ladder])
+        decode = np.array([codec.decode_s_per_byte for codec in self.ladder])
+        return ratio[choice], encode[choice], decode[choice]
 
 
 @dataclass(frozen=True)
@@ -182,15 +190,9 @@ class _Evaluator:
         np.add.at(self.raw, (target, source), edges.backward_bytes[sent])
 
     def _links(self) -> None:
-        default, codecs = self.arrangement.default, self.arrangement.codecs or {}
-        self.wire = self.raw / default.ratio
-        encode = self.raw * default.encode_s_per_byte
-        decode = self.raw * default.decode_s_per_byte
-        for (source, target), codec in codecs.items():
-            raw = self.raw[source, target]
-            self.wire[source, target] = raw / codec.ratio
-            encode[source, target] = raw * codec.encode_s_per_byte
-            decode[source, target] = raw * codec.decode_s_per_byte
+        ratio, encode_s_per_byte, decode_s_per_byte = self.arrangement.rates()
+        self.wire = self.raw / ratio
+        encode, decode = self.raw * encode_s_per_byte, self.raw * decode_s_per_byte
         used = self.raw > 0
         self.transfer_s = np.where(used, self.wire * np.where(used, self.s_per_byte, 0.0), 0.0)
         self.link_s = np.where(used, self.transfer_s + self.delay_s + encode + decode, 0.0)

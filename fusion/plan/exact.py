@@ -55,7 +55,7 @@ class _Exact:
         if found is None:
             return float("inf")
         fill_s, order, places = found
-        arrangement = Arrangement(order, places, self.chain.codec)
+        arrangement = self.chain.arrange(order, places)
         step_s = self.chain.problem.step_s(arrangement)
         if step_s < self.best_s:
             self.best_s, self.best = step_s, arrangement

@@ -65,10 +65,10 @@ class Annealing:
         return self.best
 
     def _start(self, found: Arrangement) -> _State:
-        evaluation = self.chain.problem.evaluate(Arrangement(found.nodes, found.places, self.chain.codec))
+        evaluation = self.chain.problem.evaluate(self.chain.arrange(found.nodes, found.places))
         state = _State(found.nodes, evaluation.step_s, self.chain.cap_of(evaluation.period_s))
         if evaluation.step_s < self.best_s:
-            self.best_s, self.best = evaluation.step_s, Arrangement(found.nodes, found.places, self.chain.codec)
+            self.best_s, self.best = evaluation.step_s, self.chain.arrange(found.nodes, found.places)
         return state
 
     def _round(self, states: list[_State], heat: float) -> None:
@@ -92,7 +92,7 @@ class Annealing:
             return float("inf")
         if not self.exact and found.step_s > self.best_s * (1 + 1e-4):
             return found.step_s
-        arrangement = Arrangement(order, found.places, self.chain.codec)
+        arrangement = self.chain.arrange(order, found.places)
         step_s = self.chain.problem.step_s(arrangement)
         if step_s < self.best_s:
             self.best_s, self.best = step_s, arrangement

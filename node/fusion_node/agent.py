@@ -208,8 +208,10 @@ class Agent:
         registration.sequence += 1
         registration.next_heartbeat_s = now_s + registration.heartbeat_s
         worker = self._worker
-        ref = worker.assignment.ref if worker and not worker.muted else StageRef("", 0, 0)
-        step = worker.step if worker and not worker.muted else 0
+        # A worker whose stage has ended keeps the node from no other job, though its process may still be going.
+        works = worker is not None and not worker.muted and not worker.ended
+        ref = worker.assignment.ref if worker and works else StageRef("", 0, 0)
+        step = worker.step if worker and works else 0
         self._do(Heartbeat(registration.incarnation, registration.sequence, ref.job, ref.epoch, step))
 
     # ---- commands ----
@@ -337,6 +339,8 @@ class Agent:
         if worker is None:
             return
         self._worker = None
+        if self._registration is not None:  # the coordinator need not wait to hear that the node is free
+            self._registration.next_heartbeat_s = now_s
         if not worker.ended:
             report = worker.outcome or StageStateReport("failed", event.detail, event.cause)
             self._report(worker.assignment, report)

@@ -210,7 +210,7 @@ class Cluster:
     # ---- commands ----
 
     def command(self, module: str, *arguments: str, code: int = 0, home: Path | None = None) -> tuple[str, str]:
-        """Run `python -m module` as this cluster's owner; return stdout and stderr of a command that ends with `code`."""
+        """Run `python -m module` as this cluster's owner to its end with `code`; return stdout and stderr."""
         environment = self.environment | ({} if home is None else {"FUSION_HOME": str(home)})
         return run_command(module, *arguments, code=code, environment=environment)
 

@@ -15,6 +15,7 @@ from fusion.base.layout import TensorLayout
 from fusion.protocol.messages import MessageHeader, MessageKind
 from fusion.security.ca import CertificateAuthority
 from fusion.security.credentials import Credentials, Role
+from fusion.security.roles import Access, Authorizer
 from fusion.transport.base import Incoming, Outgoing, Transport
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.transport.memory import MemoryNetwork
@@ -222,6 +223,7 @@ def grpc_transport(stage: int, everybody: Sequence[Credentials], **more) -> Grpc
         "incarnation": Incarnation(100 + stage),
         "peers": peers_of(stage, everybody),
         "credentials": everybody[stage],
+        "interceptors": [Authorizer(Access(everybody[stage].cluster))],
         "limit": lambda _header: 1 << 40,
         "listen": "127.0.0.1:0",
     } | more

@@ -46,7 +46,7 @@ def test_addresses_are_split_and_joined(text, host, port):
     ],
 )
 def test_b9_what_is_no_address_is_refused(text):
-    with pytest.raises(ConfigError, match="^listen"):
+    with pytest.raises(ConfigError, match=r"^listen"):
         split_address("listen", text)
 
 
@@ -92,7 +92,7 @@ def test_p22_loopback_is_an_address_only_for_callers_from_loopback():
     ],
 )
 def test_t15_addresses_that_are_no_machine_or_a_trap_are_refused(text):
-    with pytest.raises(ConfigError, match="^address"):
+    with pytest.raises(ConfigError, match=r"^address"):
         check_stated("address", text, "10.0.0.7")
 
 

@@ -70,7 +70,7 @@ def test_what_the_library_writes_is_read():
     ],
 )
 def test_b23_everything_else_is_refused_with_one_line(content):
-    with pytest.raises(DataError, match="^weights") as caught:
+    with pytest.raises(DataError, match=r"^weights") as caught:
         read(content)
     assert "\n" not in str(caught.value)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fusion.base.ids import EdgeId, StageIndex
+from fusion.plan.schedule import parse_schedule
 from fusion.protocol.messages import MessageKind
 from fusion.runtime import machine
 from fusion.runtime.machine import Key, StageMachine, StageRole
-from fusion.plan.schedule import parse_schedule
 
 
 def _machine(role: StageRole, schedule: str = "F0 F1 B0 B1", **settings: int) -> StageMachine:

@@ -84,6 +84,19 @@ def test_heartbeats_every_five_seconds_say_what_runs():
     assert sent == [a.Heartbeat(7, 1, JOB, 1, 3), a.Heartbeat(7, 2, JOB, 1, 3)]
 
 
+def test_a_heartbeat_that_says_the_node_is_free_follows_the_end_of_its_work_at_once():
+    agent = training(100.0)
+    agent.handle(a.WorkerReported(StageStateReport("finished")), 104.0)  # its process still uploads, closes, ends
+    assert only(agent.handle(a.Tick(), 105.0), a.Heartbeat) == [a.Heartbeat(7, 1, "", 0, 0)]
+
+    agent = training(100.0)
+    agent.handle(a.StopOrdered(7, JOB, 1, "cancelled"), 101.0)
+    assert only(agent.handle(a.Tick(), 105.0), a.Heartbeat) == [a.Heartbeat(7, 1, JOB, 1, 0)]
+    agent.handle(a.WorkerExited("crash", "it was stopped"), 106.0)
+    assert only(agent.handle(a.Tick(), 106.5), a.Heartbeat) == [a.Heartbeat(7, 2, "", 0, 0)]
+    assert only(agent.handle(a.Tick(), 107.0), a.Heartbeat) == []
+
+
 # ---- the lease ----
 
 
