@@ -9,8 +9,8 @@ from fusion.base.errors import ConfigError, DataError
 from fusion.graph.dag import Graph, InputKind, Operator, Ref
 from fusion.job.tokendata import extent
 from fusion.protocol.job import DataSpec, JobSpec
+from fusion.protocol.tensorheader import read_header
 from fusion.runtime.data import map_tensor
-from fusion.runtime.tensorheader import read_header
 
 if TYPE_CHECKING:
     from fusion.job.prepare import StoredData

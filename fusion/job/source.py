@@ -15,7 +15,7 @@ import torch
 from fusion.base.errors import DataError
 from fusion.base.units import MIB
 from fusion.protocol.job import DataSpec
-from fusion.runtime.tensorheader import header_bytes
+from fusion.protocol.tensorheader import header_bytes
 
 Array = npt.NDArray[Any]
 

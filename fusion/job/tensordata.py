@@ -14,8 +14,8 @@ from fusion.base.errors import DataError
 from fusion.graph.dag import DTYPE_BYTES, TensorSpec
 from fusion.job.source import Array, Source, StoredArray, held_out, write_arrays
 from fusion.protocol.job import DataField, DataFile, DataSpec, RowSource
+from fusion.protocol.tensorheader import read_header
 from fusion.runtime.data import as_tensor, map_tensor
-from fusion.runtime.tensorheader import read_header
 
 
 class TensorData(Source):

@@ -21,7 +21,7 @@ from fusion.job.names import names_of
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import BlobRef
 from fusion.protocol.jobstatus import JobState, JobStatus
-from fusion.runtime.tensorheader import FileTensor, header_bytes, read_header
+from fusion.protocol.tensorheader import FileTensor, header_bytes, read_header
 from fusion.wire.v1 import graph_pb2
 
 if TYPE_CHECKING:

@@ -327,5 +327,5 @@ class _Evaluator:
         used = self.tied_bytes > 0
         if not used.any():
             return 0.0
-        exchange_s: Floats = self.tied_bytes[used] * self.s_per_byte[used] + self.delay_s[used]
-        return float(exchange_s.max())
+        exchange_s: list[float] = (self.tied_bytes[used] * self.s_per_byte[used] + self.delay_s[used]).tolist()
+        return max(exchange_s)

@@ -13,7 +13,7 @@ import torch
 
 from fusion.base.errors import DataError
 from fusion.protocol.job import DataField, DataSpec, RowSource, WindowSource
-from fusion.runtime.tensorheader import FileTensor, read_header
+from fusion.protocol.tensorheader import FileTensor, read_header
 
 Array = npt.NDArray[Any]
 

@@ -12,7 +12,7 @@ import torch
 from fusion.base.digest import BLOB_CHUNK_BYTES
 from fusion.base.errors import DataError
 from fusion.compress.raw import memory_of
-from fusion.runtime.tensorheader import MAX_HEADER_BYTES, FileTensor, header_bytes, parse_header
+from fusion.protocol.tensorheader import MAX_HEADER_BYTES, FileTensor, header_bytes, parse_header
 
 _PIECE_BYTES = 16 * BLOB_CHUNK_BYTES
 

@@ -107,7 +107,7 @@ class BlobClient:
     coordinator refuses for good, does a call raise: an error of our tree that names the blob.
     """
 
-    def __init__(self, channel: grpc.Channel, patience_s: float = 60.0) -> None:
+    def __init__(self, channel: grpc.Channel, patience_s: float = 30.0) -> None:
         make_stub: Callable[[grpc.Channel], Any] = coordinator_pb2_grpc.BlobsStub
         self._stub = make_stub(channel)
         self._patience_s = patience_s

@@ -85,3 +85,71 @@ def test_dropout_is_on_and_differs_between_micro_batches_and_steps(gpt: tuple[Tr
 def test_the_seed_changes_the_training(gpt: tuple[Training, LocalResult]) -> None:
     training, whole = gpt
     assert training.run(seed=1).steps[0].loss != whole.steps[0].loss
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_pieces_train_bit_for_bit_like_the_whole_in_bf16_too(name: str, request: pytest.FixtureRequest) -> None:
+    training, single = request.getfixturevalue(name)
+    whole = training.run(precision="bf16", steps=2)
+    assert same(whole, training.run(spread_cuts(training, 3, 0.2), precision="bf16", steps=2))
+    assert whole.steps[0].loss != single.steps[0].loss
+    assert whole.steps[0].loss == pytest.approx(single.steps[0].loss, rel=0.05)
+
+
+def test_values_cross_in_bf16_where_autocast_makes_them(gpt: tuple[Training, LocalResult]) -> None:
+    training, _ = gpt
+    linear = next(
+        position + 1
+        for position, op in enumerate(training.captured.graph.operators)
+        if op.name == "aten.linear.default" and op.cost.forward_flops > 0
+    )
+    full = training.run([linear], steps=1, eval_every_steps=0).steps[0].bytes
+    half = training.run([linear], steps=1, eval_every_steps=0, precision="bf16").steps[0].bytes
+    assert half < full
+
+
+def eval_model(training: Training, model: torch.nn.Module, result: LocalResult) -> torch.nn.Module:
+    """Load what was trained into a fresh model, as a user does who takes the weights elsewhere."""
+    names = {alias: item.name for item in training.captured.graph.inputs for alias in (item.name, *item.aliases)}
+    state = model.state_dict()
+    model.load_state_dict({name: result.tensors.get(names.get(name, name), state[name]) for name in state})
+    return model.eval()
+
+
+def test_evaluation_has_no_dropout(gpt: tuple[Training, LocalResult]) -> None:
+    training, whole = gpt
+    model = eval_model(training, tiny_gpt(dropout=0.1), whole)
+    assert training.eval_data is not None
+    expected = model(**training.eval_data.rows).item()
+    assert whole.steps[-1].eval_loss == pytest.approx(expected, rel=1e-6)
+    assert whole.steps[0].eval_loss is None
+
+
+def test_evaluation_normalises_by_the_running_statistics(resnet: tuple[Training, LocalResult]) -> None:
+    training, whole = resnet
+    model = eval_model(training, tiny_resnet(), whole)
+    assert training.eval_data is not None
+    rows = training.eval_data.rows
+    expected = torch.nn.functional.cross_entropy(model(rows["image"]), rows["label"]).item()
+    assert whole.steps[-1].eval_loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_evaluation_changes_nothing_in_the_training(resnet: tuple[Training, LocalResult]) -> None:
+    training, whole = resnet
+    without = training.run(eval_every_steps=0)
+    assert [step.loss for step in without.steps] == [step.loss for step in whole.steps]
+    assert all(torch.equal(without.tensors[name], whole.tensors[name]) for name in whole.tensors)
+
+
+def test_running_a_job_here_changes_neither_the_given_weights_nor_torchs_settings(
+    gpt: tuple[Training, LocalResult],
+) -> None:
+    training, _ = gpt
+    before = {name: tensor.clone() for name, tensor in training.captured.tensors.items()}
+    torch.manual_seed(11)
+    expected = torch.rand(1)
+    torch.manual_seed(11)
+    training.run(steps=1)
+    assert torch.equal(torch.rand(1), expected)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in training.captured.tensors.items())

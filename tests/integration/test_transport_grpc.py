@@ -345,8 +345,8 @@ time.sleep(600)
 QUICK_CLIENT = (
     *(item for item in DATA_PLANE_CLIENT_OPTIONS if "keepalive_t" not in item[0] and "ping_timeout" not in item[0]),
     ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),
 )
 
 

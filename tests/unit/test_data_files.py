@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from fusion.base.errors import DataError
 from fusion.graph.dag import TensorSpec
 from fusion.protocol.job import DataField, DataFile, DataSpec, RowSource, WindowSource
+from fusion.protocol.tensorheader import header_bytes, read_header
 from fusion.runtime.data import files_needed, open_data
-from fusion.runtime.tensorheader import header_bytes, read_header
 
 
 def _ids(*values: int) -> np.ndarray:
