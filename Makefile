@@ -1,6 +1,7 @@
 # Every target starts from a clean checkout: what it needs, it installs into .venv.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 BIN := $(VENV)/bin
 PROTO_VENV := .venv-protos
 PROTO_FILES := $(wildcard protos/fusion/wire/v1/*.proto)
@@ -27,8 +28,9 @@ $(PROTO_VENV)/.done: constraints.txt
 demo: $(VENV)/.base
 	$(BIN)/fusion demo $(ARGS)
 
+# Two at a time, a file's tests together: processes that wait for each other leave the cores idle.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev $(PROTO_VENV)/.done
 	$(BIN)/ruff format --check .

@@ -16,9 +16,9 @@ from fusion.graph.dag import Graph, InputKind
 from fusion.graph.partition import partition
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import BlobRef, DataField, DataSpec, JobSpec, RowSource
+from fusion.protocol.tensorheader import FileTensor, read_header_from
 from fusion.wire.v1 import graph_pb2
 from fusion_coordinator.blobs import BlobFiles, check_digest
-from fusion_coordinator.tensorheader import TensorInfo, read_header
 
 MAX_GRAPH_BYTES = 512 * MIB
 _HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT)
@@ -75,7 +75,7 @@ def check_job(job: JobSpec, files: BlobFiles) -> Graph:
     if job.max_stages and len(job.cuts) >= job.max_stages:
         raise ConfigError(f"cuts: {len(job.cuts)} cuts make {len(job.cuts) + 1} stages, max_stages={job.max_stages}")
     _check_batch(job, graph)
-    _check_weights(graph, read_header("weights", job.weights.size_bytes, _reader(files, job.weights)))
+    _check_weights(graph, read_header_from("weights", job.weights.size_bytes, _reader(files, job.weights)))
     for name, data in (("data", job.data), ("eval_data", job.eval_data)):
         if data is not None:
             _check_fields(name, data, graph)
@@ -96,7 +96,7 @@ def _check_batch(job: JobSpec, graph: Graph) -> None:
         )
 
 
-def _check_weights(graph: Graph, stored: Mapping[str, TensorInfo]) -> None:
+def _check_weights(graph: Graph, stored: Mapping[str, FileTensor]) -> None:
     missing = [item.name for item in graph.inputs if item.kind in _HELD and item.name not in stored]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -123,7 +123,7 @@ def _check_fields(name: str, data: DataSpec, graph: Graph) -> None:
 
 def _check_files(name: str, data: DataSpec, files: BlobFiles) -> None:
     headers = {
-        index: read_header(f"{name}.files[{index}]", file.blob.size_bytes, _reader(files, file.blob))
+        index: read_header_from(f"{name}.files[{index}]", file.blob.size_bytes, _reader(files, file.blob))
         for index, file in enumerate(data.files)
         if file.blob is not None
     }
@@ -132,7 +132,7 @@ def _check_files(name: str, data: DataSpec, files: BlobFiles) -> None:
             _check_field(f"{name} field {field.name!r}", field, data.samples, headers[field.source.file])
 
 
-def _check_field(what: str, field: DataField, samples: int, stored: Mapping[str, TensorInfo]) -> None:
+def _check_field(what: str, field: DataField, samples: int, stored: Mapping[str, FileTensor]) -> None:
     tensor = stored.get(field.source.tensor)
     if tensor is None:
         raise DataError(f"{what}: its file has no tensor {field.source.tensor[:80]!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from fusion.protocol.plan import plan_to_proto
 from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
 from fusion_coordinator.blobs import BlobFiles
 from fusion_coordinator.decide import failures, nodes, scheduling
-from fusion_coordinator.liveness import JobWatch, Presence, reported
+from fusion_coordinator.liveness import JobWatch, Presence, forgive, forgive_job, reported
 from fusion_coordinator.planning import Planner
 from fusion_coordinator.progress import JobProgress, ProgressBook, Signal
 from fusion_coordinator.session import Session
@@ -48,6 +48,8 @@ log = logging.getLogger("fusion.coordinator.controller")
 M = TypeVar("M", bound=Message)
 R = TypeVar("R")
 _COMPACT_EVERY = 500  #: events
+_RETRY_S = 2.0
+_OWN_PAUSE_S = 1.0  #: a sweep that comes so much too late means that this process itself stood still
 
 
 class Controller:
@@ -86,14 +88,23 @@ class Controller:
                 failed = any(stage.state is StageState.FAILED for stage in job.stages)
                 self._watches[job.job] = JobWatch(now_s, failed_since_s=now_s if failed else None)
         await self._compact()
-        for work in (self._sweep_for_ever, self._schedule_for_ever, self.progress.run):
-            task = asyncio.get_running_loop().create_task(work(), name=work.__name__)
+        for work in (self._sweep, self._schedule, self.progress.write):
+            task = asyncio.get_running_loop().create_task(self._for_ever(work), name=work.__name__)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
         self._schedule_wanted.set()
 
+    async def _for_ever(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Repeat `work`; while the disk is full it is tried again."""
+        while True:
+            try:
+                await work()
+            except UnreachableError as error:
+                log.error(str(error))  # it is our own line, no stack is wanted
+                await asyncio.sleep(_RETRY_S)
+
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Only a bug or a broken disk ends one of them; the process must not go on half alive."""
+        """Only a bug ends one of them; the process must not go on half alive."""
         if not task.cancelled() and task.exception() is not None and not self.failed.done():
             self.failed.set_exception(task.exception() or RuntimeError("ended"))
 
@@ -165,7 +176,8 @@ class Controller:
                 now_s = self.clock.monotonic_s()
                 self.presences[event.node] = Presence(event.incarnation, now_s, self.clock.wall_s())
             case NodeGone():
-                log.warning(f"node {event.state}", extra=fields(node=event.node, reason=event.reason))
+                level = logging.INFO if event.state is NodeState.LEFT else logging.WARNING
+                log.log(level, f"node {event.state}", extra=fields(node=event.node, reason=event.reason))
                 self._end_session(event.node, StateError(f"the node is {event.state}: {event.reason}; register again"))
                 self.presences.pop(event.node, None)
                 self._schedule_wanted.set()
@@ -213,6 +225,7 @@ class Controller:
 
     def _job_over(self, job: JobRecord, reason: str) -> None:
         self._watches.pop(job.job, None)
+        self.progress.job_over(job.job)
         for stage in job.stages:
             if not stage.state.ended:
                 self._send_stop(stage, job, reason)
@@ -303,10 +316,19 @@ class Controller:
 
     # ---- time ----
 
-    async def _sweep_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(self.settings.sweep_s)
-            await self.sweep()
+    async def _sweep(self) -> None:
+        before_s = self.clock.monotonic_s()
+        await asyncio.sleep(self.settings.sweep_s)
+        gap_s = self.clock.monotonic_s() - before_s
+        if gap_s > self.settings.sweep_s + _OWN_PAUSE_S:
+            self._forgive_own_pause(gap_s)
+        await self.sweep()
+
+    def _forgive_own_pause(self, gap_s: float) -> None:
+        """This process did not run, so it heard nobody. Nodes fence themselves by their own clocks."""
+        log.warning(f"this process stood still for {gap_s:.1f} s; leases are extended by as much")
+        self.presences = {node: forgive(presence, gap_s) for node, presence in self.presences.items()}
+        self._watches = {job: forgive_job(watch, gap_s) for job, watch in self._watches.items()}
 
     async def sweep(self) -> None:
         """End leases that are over and jobs that have failed."""
@@ -330,14 +352,17 @@ class Controller:
 
     # ---- scheduling ----
 
-    async def _schedule_for_ever(self) -> None:
-        while True:
-            await self._schedule_wanted.wait()
-            while scheduling.queued(self.state) and (early_s := self._settles_in_s()) > 0:
-                await asyncio.sleep(early_s)
-            self._schedule_wanted.clear()
+    async def _schedule(self) -> None:
+        await self._schedule_wanted.wait()
+        while scheduling.queued(self.state) and (early_s := self._settles_in_s()) > 0:
+            await asyncio.sleep(early_s)
+        self._schedule_wanted.clear()
+        try:
             for job in scheduling.queued(self.state):
                 await self._try_to_start(job)
+        except UnreachableError:
+            self._schedule_wanted.set()
+            raise
 
     def _settles_in_s(self) -> float:
         return self._node_came_s + self.settings.settle_s - self.clock.monotonic_s()

@@ -54,6 +54,21 @@ def heard(
     return replace(renewed, sequence=sequence, job=job, epoch=epoch, step=step, idle_since_s=idle_since_s)
 
 
+def forgive(presence: Presence, gap_s: float) -> Presence:
+    """Return the presence as if the last `gap_s` seconds, in which nobody could be heard, had not been."""
+    idle_since_s = None if presence.idle_since_s is None else presence.idle_since_s + gap_s
+    return replace(presence, heard_s=presence.heard_s + gap_s, idle_since_s=idle_since_s)
+
+
+def forgive_job(watch: JobWatch, gap_s: float) -> JobWatch:
+    """The same for a job's parts."""
+    return JobWatch(
+        watch.planned_s + gap_s,
+        {stage: at_s + gap_s for stage, at_s in watch.reported_s.items()},
+        None if watch.failed_since_s is None else watch.failed_since_s + gap_s,
+    )
+
+
 def reported(watch: JobWatch, stage: int, failed: bool, now_s: float) -> JobWatch:
     """Return the watch after a report of `stage`."""
     since_s = watch.failed_since_s

@@ -20,6 +20,7 @@ RING = 512  #: finished steps in memory; older ones are read from the store
 PAGE = 256  #: steps or lines per read of the store
 MAX_LINE = 2000
 _DROP_EVERY = 1000
+_JOBS_IN_MEMORY = 64
 
 
 def combine(parts: Iterable[node_pb2.StageStep]) -> coordinator_pb2.StepMetrics:
@@ -127,6 +128,7 @@ class ProgressBook:
     def __init__(self, store: StoreThread, flush_s: float, lines_per_job: int) -> None:
         self._store, self._flush_s, self._lines_per_job = store, flush_s, lines_per_job
         self._jobs: dict[JobId, JobProgress] = {}
+        self._over: dict[JobId, None] = {}  #: ended jobs, the longest ended first
         self._opening = asyncio.Lock()
         self._steps: list[StepRow] = []
         self._logs: list[LogRow] = []
@@ -192,12 +194,22 @@ class ProgressBook:
         self._wanted.set()
         progress.changed.give()
 
-    async def run(self) -> None:
-        """Write for ever, at most every `flush_s`."""
-        while True:
-            await self._wanted.wait()
-            await asyncio.sleep(self._flush_s)
-            await self.flush()
+    async def write(self) -> None:
+        """Wait until there is something, gather for `flush_s`, and write it. To be repeated for ever."""
+        await self._wanted.wait()
+        await asyncio.sleep(self._flush_s)
+        await self.flush()
+        self._forget()
+
+    def job_over(self, job: JobId) -> None:
+        """Let go of a job's steps and lines in memory, sooner or later."""
+        self._over[job] = None
+
+    def _forget(self) -> None:
+        busy = {row.job for row in self._steps} | {row.job for row in self._logs}
+        for job in [job for job in self._over if job not in busy][: max(0, len(self._jobs) - _JOBS_IN_MEMORY)]:
+            self._over.pop(job)
+            self._jobs.pop(job, None)
 
     async def flush(self) -> None:
         """Write what waits."""

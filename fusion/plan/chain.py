@@ -101,6 +101,11 @@ class Chain:
             first[of_kind] = np.searchsorted(work, work[None, :] - reach[:, None])
         return np.maximum(first, self._least_place)
 
+    @property
+    def memory_binds(self) -> bool:
+        """Whether some node's memory is too small for a stage that any of them could be given."""
+        return bool(self._least_place.any()) and not self.problem.whole_blocks
+
     @cached_property
     def windows(self) -> Ints:
         """[cap, node, j]: all windows."""

@@ -148,7 +148,7 @@ class _Evaluator:
         in_flight, period_s, memory, missing = self._flights(period_s)
         tied_s = self._tied()
         step_s = fill_s + (self.problem.micro_batches - 1) * period_s + tied_s
-        if missing.any():
+        if missing.any() or not self._neighbours_connect():
             step_s = np.inf
         return Evaluation(
             float(step_s),
@@ -215,6 +215,11 @@ class _Evaluator:
             begin = max((back[stage + 1 :] + self.link_s[stage + 1 :, stage])[sources], default=there[stage])
             back[stage] = max(begin, there[stage]) + self.backward_s[stage]
         return float(back.max())
+
+    def _neighbours_connect(self) -> bool:
+        """Whether each stage reaches the next one and back: the norm and the verdict of a step go that way."""
+        delays = np.concatenate([np.diagonal(self.delay_s, 1), np.diagonal(self.delay_s, -1)])
+        return bool(np.isfinite(delays).all())
 
     def _only_neighbours(self) -> bool:
         return not (np.triu(self.raw, 2).any() or np.tril(self.raw, -2).any()) and bool(

@@ -19,9 +19,9 @@ _COARSE, _FINE = 6, 2  #: steps in the grid of bottlenecks
 _PATIENCE = 3  #: stages more without an improvement
 
 
-def layered_plan(chain: Chain, out_of_time: Callable[[], bool]) -> Arrangement | None:
-    """Return the best plan over a search of the bottleneck, if any plan is possible."""
-    best: tuple[float, int, Arrangement | None] = (np.inf, 0, None)
+def layered_plan(chain: Chain, out_of_time: Callable[[], bool], below_s: float = np.inf) -> Arrangement | None:
+    """Return the best plan over a search of the bottleneck, if there is one that takes less than `below_s`."""
+    best: tuple[float, int, Arrangement | None] = (below_s, 0, None)
     tried: set[int] = set()
     for step in (_COARSE, _FINE):
         centre, reach = (0, len(chain.caps_s)) if best[2] is None else (best[1], _COARSE)

@@ -21,6 +21,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MAX_PLACES = 160
+_FEW = 64  #: so few cuts are all kept
+_NEAR = 1 / 64  #: of the work
 
 
 @dataclass(frozen=True)
@@ -115,22 +117,24 @@ def profile_of(
 
 
 def _candidates(workload: Workload, model: TimeModel, most: int) -> list[int]:
-    """Keep of each equal share of the work the legal cut that sends least; of equals the one nearest the middle."""
-    cuts = list(workload.cuts)
-    if len(cuts) < most:
-        return cuts
+    """Keep of each equal share of the work the legal cut that sends least; of equals the one nearest the middle.
+
+    Of many cuts, those that send at least twice as much as one close by are dropped first.
+    """
+    cuts = np.array(workload.cuts, dtype=np.int64)
+    if len(cuts) < _FEW:
+        return [int(cut) for cut in cuts]
     forward, backward = workload.work(Pace(model.bytes_per_flop), model)
     done = np.concatenate([[0.0], np.cumsum(forward + backward)])
-    crossing = workload.crossing_bytes()
-    share = done[-1] / (most - 1)
-    best: dict[int, tuple[float, float, int]] = {}
-    for cut in cuts:
-        place = done[cut] / share
-        slot = int(place)
-        rank = (float(crossing[cut]), abs(place - slot - 0.5), cut)
-        if slot not in best or rank < best[slot]:
-            best[slot] = rank
-    return sorted(rank[2] for rank in best.values())
+    crossing, place = workload.crossing_bytes()[cuts], done[cuts] / done[-1]
+    near = np.abs(place[:, None] - place[None, :]) < _NEAR
+    dearer = (near & (2.0 * crossing[None, :] <= crossing[:, None])).any(axis=1)
+    cuts, crossing, place = cuts[~dearer], crossing[~dearer], place[~dearer] * (most - 1)
+    if len(cuts) < most:
+        return [int(cut) for cut in cuts]
+    slot = place.astype(np.int64)
+    ranked = np.lexsort((np.abs(place - slot - 0.5), crossing, slot))
+    return [int(cut) for cut in cuts[ranked][np.unique(slot[ranked], return_index=True)[1]]]
 
 
 def _blocks(positions: Ints, operators: Sequence[int]) -> Ints:

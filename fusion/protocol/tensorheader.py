@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,38 +62,52 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a safetensors file by name; DataError with one line if it is not a whole one."""
     try:
         with path.open("rb") as file:
-            file_bytes = file.seek(0, 2)
-            file.seek(0)
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise DataError(f"{path} is no safetensors file: it has {file_bytes} bytes")
-            length = struct.unpack("<Q", prefix)[0]
-            if length > min(MAX_HEADER_BYTES, file_bytes - 8):
-                raise DataError(f"{path} is no safetensors file, or cut short: a header of {length} bytes does not fit")
-            header = file.read(length)
+
+            def read(offset: int, count: int) -> bytes:
+                file.seek(offset)
+                return file.read(count)
+
+            return read_header_from(str(path), file.seek(0, 2), read)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    return parse_header(str(path), header, file_bytes)
 
 
-def parse_header(path: str, header: bytes, file_bytes: int) -> dict[str, FileTensor]:
-    """Return the tensors of a file of `file_bytes` bytes from its header alone; `path` names it in a DataError."""
+def read_header_from(what: str, file_bytes: int, read: Callable[[int, int], bytes]) -> dict[str, FileTensor]:
+    """Return the tensors of a file of `file_bytes` bytes by name; `read(offset, count)` reads it, the header only.
+
+    DataError, one line that begins with `what`, unless the tensors fill the file exactly.
+    """
+    if file_bytes < 8:
+        raise DataError(f"{what} is no safetensors file: it has {file_bytes} bytes")
+    (length,) = struct.unpack("<Q", read(0, 8))
+    if length > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise DataError(f"{what} is no safetensors file, or cut short: a header of {length} bytes does not fit")
     try:
-        entries = json.loads(header, object_pairs_hook=_unique, parse_constant=_no_constant)
+        entries = json.loads(read(8, length), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no safetensors file: its header is not valid ({str(error)[:80]})") from error
+        raise DataError(f"{what} is no safetensors file: its header is not valid ({str(error)[:80]})") from error
     if not isinstance(entries, dict):
-        raise DataError(f"{path} is no safetensors file: its header is not an object")
-    data_start = 8 + len(header)
+        raise DataError(f"{what} is no safetensors file: its header is not an object")
     tensors = {}
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
         try:
-            tensors[name] = _entry(entry, data_start, file_bytes)
+            tensors[name] = _entry(entry, 8 + length, file_bytes)
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: tensor {name[:80]!r} has a bad entry: {str(error)[:80]}") from error
+            raise DataError(f"{what}: tensor {name[:80]!r} has a bad entry: {str(error)[:80]}") from error
+    _check_filled(what, tensors, 8 + length, file_bytes)
     return tensors
+
+
+def _check_filled(what: str, tensors: Mapping[str, FileTensor], begin: int, file_bytes: int) -> None:
+    position = begin
+    for tensor in sorted(tensors.values(), key=lambda item: (item.begin, item.bytes)):
+        if tensor.begin != position:
+            raise DataError(f"{what}: its tensors overlap or leave a gap at byte {position}")
+        position += tensor.bytes
+    if position != file_bytes:
+        raise DataError(f"{what}: its tensors end at byte {position}, the file at {file_bytes}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

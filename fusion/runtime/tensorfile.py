@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +11,7 @@ import torch
 from fusion.base.digest import BLOB_CHUNK_BYTES
 from fusion.base.errors import DataError
 from fusion.compress.raw import memory_of
-from fusion.protocol.tensorheader import MAX_HEADER_BYTES, FileTensor, header_bytes, parse_header
+from fusion.protocol.tensorheader import FileTensor, header_bytes, read_header_from
 
 _PIECE_BYTES = 16 * BLOB_CHUNK_BYTES
 
@@ -36,16 +35,13 @@ class ChunkSource(Protocol):
 
 def blob_header(source: ChunkSource) -> dict[str, FileTensor]:
     """Return the tensors of a safetensors blob by name; DataError if it is none."""
-    if source.size_bytes < 8:
-        raise DataError(f"weights: no safetensors file, it has {source.size_bytes} bytes")
-    prefix = bytearray(8)
-    source.read_into(0, memoryview(prefix))
-    (length,) = struct.unpack("<Q", prefix)
-    if length > min(MAX_HEADER_BYTES, source.size_bytes - 8):
-        raise DataError(f"weights: no safetensors file, a header of {length} bytes does not fit")
-    header = bytearray(length)
-    source.read_into(8, memoryview(header))
-    return parse_header("weights", bytes(header), source.size_bytes)
+
+    def read(offset: int, count: int) -> bytes:
+        found = bytearray(count)
+        source.read_into(offset, memoryview(found))
+        return bytes(found)
+
+    return read_header_from("weights", source.size_bytes, read)
 
 
 def load_tensors(source: ChunkSource, names: Collection[str]) -> dict[str, torch.Tensor]:

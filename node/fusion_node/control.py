@@ -106,7 +106,9 @@ class Control:
         call = self._calls.Watch(node_pb2.WatchRequest(incarnation=incarnation))
         try:
             while True:
-                command = await asyncio.wait_for(self._call(call.read()), WATCH_SILENCE_S)
+                # Not wait_for: a read that fails in the moment of our own cancellation would hide it.
+                async with asyncio.timeout(WATCH_SILENCE_S):
+                    command = await self._call(call.read())
                 if command is _END_OF_STREAM:
                     return
                 yield command

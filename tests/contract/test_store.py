@@ -261,3 +261,23 @@ def test_f30_a_second_coordinator_on_a_state_directory_is_told_who_holds_it(tmp_
         StateLock(tmp_path, wait_s=0.0)
     first.release()
     StateLock(tmp_path, wait_s=0.0).release()
+
+
+def test_a_database_that_cannot_be_written_is_a_matter_of_trying_again_later():
+    import asyncio
+
+    from fusion.base.errors import UnreachableError
+    from fusion_coordinator.store.thread import StoreThread
+
+    def full_disk():
+        raise sa.exc.OperationalError("COMMIT", {}, sqlite3.OperationalError("database or disk is full"))
+
+    async def main():
+        thread = StoreThread()
+        try:
+            with pytest.raises(UnreachableError, match="database or disk is full; free space there"):
+                await thread.run(full_disk)
+        finally:
+            await thread.close()
+
+    asyncio.run(main())

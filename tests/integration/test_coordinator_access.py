@@ -117,6 +117,7 @@ def test_t20_a_revoked_node_is_out_at_once(coordinator, admin):
     other.die()
 
 
+@pytest.mark.slow
 def test_t20_an_expired_certificate_ends_an_open_connection(coordinator):
     key = new_key()
     short = coordinator.ca.issue(key.public_key(), Role.OWNER, time.time(), valid_s=1.5)

@@ -181,6 +181,7 @@ def test_p8_a_killed_node_whose_peers_miss_it_ends_the_job_at_once_with_its_name
     assert status.reason.startswith(f"node {pair[1].name} (stage 1) was lost")
 
 
+@pytest.mark.slow
 def test_p8_a_silent_node_loses_its_lease_and_its_job(owner, nodes, coordinator):
     pair = nodes(2)
     job = start(owner, pair)
@@ -272,6 +273,7 @@ def test_a_worker_of_an_ended_job_is_told_again_to_stop(owner, nodes):
     assert pair[0].next("stop").job_id == job
 
 
+@pytest.mark.slow
 def test_a_stage_that_vanished_without_a_word_fails_its_job(tmp_path):
     with CoordinatorProcess(tmp_path / "state", {"vanished_s": 0.6, "start_timeout_s": 1.0}) as coordinator:
         owner = FakeOwner(coordinator)

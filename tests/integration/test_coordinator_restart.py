@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sqlite3
+import time
 
 import grpc
 import pytest
@@ -78,6 +80,7 @@ def test_f7_a_killed_coordinator_comes_back_and_the_job_goes_on_to_its_end(coord
     owner.close()
 
 
+@pytest.mark.slow
 def test_a_node_that_died_while_the_coordinator_was_away_ends_its_job_after_a_fresh_lease(coordinator):
     owner = FakeOwner(coordinator)
     job, nodes = running_job(coordinator, owner)
@@ -161,3 +164,19 @@ def test_f30_a_second_coordinator_on_the_same_state_or_the_same_port_refuses_to_
     other = CoordinatorProcess(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"cannot listen on {coordinator.address}"):
         start(other.directory, coordinator.address)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_stood_still_blames_nobody_for_it(coordinator):
+    owner = FakeOwner(coordinator)
+    job, nodes = running_job(coordinator, owner)
+    coordinator.process.send_signal(signal.SIGSTOP)
+    time.sleep(3.5)  # longer than a lease
+    coordinator.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: "stood still" in coordinator.log(), "it notices")
+    assert owner.state(job) == "running"
+    nodes[0].fall_silent()
+    assert "no heartbeat" in owner.wait_for(job, "failed").reason
+    for node in nodes:
+        node.die()
+    owner.close()

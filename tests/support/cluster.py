@@ -49,7 +49,11 @@ class KeptHelpers(Helpers):
         command = old.process.args
         assert isinstance(command, list)
         module = command.index("fusion.cli.child") + 1
-        return self.start(name, command[module], command[module + 1 :], self.environments[name])
+        new = self.start(name, command[module], command[module + 1 :], self.environments[name])
+        place = self._running.index(old)  # the coordinator stays the first, which ends last
+        self._running.remove(new)
+        self._running[place] = new
+        return new
 
 
 class Cluster:
@@ -129,13 +133,24 @@ class Cluster:
                 continue
         return found
 
+    def worker_processes(self) -> list[psutil.Process]:
+        """Return every live worker, also one whose daemon is gone."""
+        found = []
+        for process in self.processes():
+            try:
+                if is_worker(process):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
     def workers(self) -> dict[str, psutil.Process]:
         """Return the live workers, by the name of the node that started them."""
         daemons = {helper.process.pid: name for name, helper in self.helpers.named.items()}
         found = {}
-        for process in self.processes():
+        for process in self.worker_processes():
             try:
-                if is_worker(process) and process.ppid() in daemons:
+                if process.ppid() in daemons:
                     found[daemons[process.ppid()]] = process
             except psutil.Error:
                 continue
@@ -192,7 +207,7 @@ class Cluster:
             eventually(self._idle, f"all nodes are idle again ({self._last_words()})", _HEAL_S)
 
     def _idle(self) -> bool:
-        return set(self.node_states().values()) == {"idle"} and not self.workers()
+        return set(self.node_states().values()) == {"idle"} and not self.worker_processes()
 
     def node_states(self) -> dict[str, str]:
         """Return each node's state as the coordinator sees it."""

@@ -101,5 +101,5 @@ def test_the_resnet_trains_on_real_images_with_batch_norm() -> None:
 
 def test_without_the_images_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'fusionllm\[examples\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'fusionllm\[demo\]'"):
         models.digit_images()

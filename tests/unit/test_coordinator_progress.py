@@ -54,7 +54,12 @@ def run(test):
         thread, store = StoreThread(), MemoryStore()
         await thread.open(lambda: store)
         book = ProgressBook(thread, 0.0, 2000)
-        writer = asyncio.create_task(book.run())
+
+        async def for_ever():
+            while True:
+                await book.write()
+
+        writer = asyncio.create_task(for_ever())
         try:
             await test(book, store)
         finally:
@@ -126,5 +131,18 @@ def test_only_so_many_lines_of_a_job_are_kept():
         kept = store.logs(JOB, 0, 10_000)
         assert kept[-1].number == 5000
         assert 2000 <= len(kept) <= 3000
+
+    run(test)
+
+
+def test_ended_jobs_do_not_stay_in_memory_for_ever():
+    async def test(book, store):
+        for index in range(200):
+            job = JobId(f"job-{index:010}")
+            progress = await book.of(job, 1)
+            await book.add(progress, [part(0, 1, loss=1.0)], [])
+            book.job_over(job)
+        assert sum(book.known(JobId(f"job-{index:010}")) is not None for index in range(200)) <= 66
+        assert (await book.of(JobId("job-0000000000"), 1)).last.loss == 1.0
 
     run(test)

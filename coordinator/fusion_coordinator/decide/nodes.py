@@ -109,7 +109,7 @@ def leases_over(state: State, presences: Presences, now_s: float, wall_s: float,
     events: list[AnyEvent] = []
     for node, record in state.nodes.items():
         presence = presences.get(node)
-        if record.state is not NodeState.MEMBER or presence is None:
+        if record.state is not NodeState.MEMBER or presence is None or presence.incarnation != record.incarnation:
             continue
         silent_s = now_s - presence.heard_s
         if silent_s >= settings.lease_s:

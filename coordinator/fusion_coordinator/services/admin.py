@@ -62,11 +62,12 @@ class AdminService(coordinator_pb2_grpc.AdminServicer):
         context: Any,
     ) -> coordinator_pb2.ListNodesResponse:
         """Return all nodes that ever registered, by name."""
-        state = self._controller.state
+        state, presences = self._controller.state, self._controller.presences
         found = sorted(state.nodes.values(), key=lambda node: (node.name, node.node))
-        return coordinator_pb2.ListNodesResponse(nodes=[self._node(node) for node in found])
+        free = {node.node for node in scheduling.idle(state, presences)}
+        return coordinator_pb2.ListNodesResponse(nodes=[self._node(node, node.node in free) for node in found])
 
-    def _node(self, node: NodeRecord) -> coordinator_pb2.NodeStatus:
+    def _node(self, node: NodeRecord, free: bool) -> coordinator_pb2.NodeStatus:
         state, presence = self._controller.state, self._controller.presences.get(node.node)
         job = next(
             (
@@ -80,7 +81,7 @@ class AdminService(coordinator_pb2_grpc.AdminServicer):
         return coordinator_pb2.NodeStatus(
             node_id=node.node,
             name=node.name,
-            state=self._word(node, bool(job)),
+            state=_word(node, bool(job), free),
             address=node.address,
             hardware=node_pb2.Hardware(
                 device=hardware.device,
@@ -97,14 +98,6 @@ class AdminService(coordinator_pb2_grpc.AdminServicer):
             last_heartbeat_wall_s=presence.heard_wall_s if presence is not None else node.since_wall_s,
             incarnation=node.incarnation,
         )
-
-    def _word(self, node: NodeRecord, busy: bool) -> str:
-        if node.state is not NodeState.MEMBER:
-            return str(node.state)
-        if busy:
-            return "busy"
-        free = scheduling.idle(self._controller.state, self._controller.presences)
-        return "idle" if node in free else "away"
 
     async def Revoke(self, request: coordinator_pb2.RevokeRequest, context: Any) -> coordinator_pb2.RevokeResponse:  # noqa: N802
         """Withdraw an identity at once: its calls are refused, and what it worked on fails."""
@@ -135,3 +128,11 @@ class AdminService(coordinator_pb2_grpc.AdminServicer):
             caller_identity=caller.identity,
             caller_role=str(Role(caller.role)),
         )
+
+
+def _word(node: NodeRecord, busy: bool, free: bool) -> str:
+    if node.state is not NodeState.MEMBER:
+        return str(node.state)
+    if busy:
+        return "busy"
+    return "idle" if free else "away"

@@ -27,7 +27,6 @@ from fusion_coordinator.store.base import Request
 
 log = logging.getLogger("fusion.coordinator.control")
 MAX_STEPS_PER_REPORT = 10_000
-MAX_STEP = 10**9
 _REGISTER = "/fusion.wire.v1.NodeControl/Register"
 
 
@@ -139,8 +138,8 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
         for stage in stages:
             job = jobs.owned_stage(controller.state, node, request.incarnation, request.job_id, request.epoch, stage)
         assert job is not None  # found for at least one stage
-        if any(not 1 <= part.step <= MAX_STEP for part in request.steps):
-            raise WireError(f"step must be 1..{MAX_STEP}")
+        if any(not 1 <= part.step <= job.steps for part in request.steps):
+            raise WireError(f"step must be 1..{job.steps}, the job has no others")
         progress = await controller.job_progress(job)
         await controller.progress.add(progress, request.steps, request.logs)
         return node_pb2.MetricsReportResponse()

@@ -1,0 +1,176 @@
+"""All planning methods behind one function: from a problem to the best arrangement that the method knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion.base.errors import ConfigError
+from fusion.plan.baselines import equal_compute, equal_number, op_fence
+from fusion.plan.chain import Chain, Ints
+from fusion.plan.codecs import NONE, Compression, PlanCodec, topk
+from fusion.plan.communities import communities
+from fusion.plan.cost import Arrangement, Problem
+from fusion.plan.exact import exact_plan
+from fusion.plan.layers import layered_plan
+from fusion.plan.relax import SLACK, relax, strength, with_topk
+from fusion.plan.search import Annealing, Effort
+
+METHODS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
+POOL = 96  #: nodes that the search looks at
+_FEW_NODES = 16
+
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to plan."""
+
+    method: str = "fusion"
+    compression: Compression = Compression("none")  # noqa: RUF009 - frozen
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError for a method that does not exist."""
+        if self.method not in METHODS:
+            raise ConfigError(f"method: {self.method[:40]!r} is none of {', '.join(METHODS)}")
+
+
+def arrange(problem: Problem, settings: Settings, out_of_time: Stop) -> Arrangement | None:
+    """Return the best arrangement that the method finds; None if it finds none that fits."""
+    settings.check()
+    baseline = {"op-fence": op_fence, "equal-number": equal_number, "equal-compute": equal_compute}.get(settings.method)
+    if baseline is not None:
+        return _fitting(problem, _compressed(problem, baseline(problem), settings.compression))
+    search: _Search = _exact if settings.method == "exact" else _ours
+    if settings.compression.kind == "auto":
+        return _auto(problem, settings, search, out_of_time)
+    ladder = (topk(settings.compression.ratio),) if settings.compression.kind == "topk" else (NONE,)
+    found = search(problem, ladder, [], settings.seed, out_of_time)
+    if found is not None and settings.compression.kind == "adatopk":
+        return with_topk(problem, found, settings.compression)
+    return found
+
+
+_Search = Callable[[Problem, Sequence[PlanCodec], Sequence[Arrangement], int, Stop], Arrangement | None]
+
+
+def _fitting(problem: Problem, found: Arrangement) -> Arrangement | None:
+    return found if problem.evaluate(found).fits else None
+
+
+def _compressed(problem: Problem, found: Arrangement, wanted: Compression) -> Arrangement:
+    """Compress the links of a baseline's plan; "auto" gives each link the codec that is fastest there."""
+    if wanted.kind in ("topk", "adatopk"):
+        return with_topk(problem, found, wanted)
+    if wanted.kind == "auto":
+        fastest = Chain(problem, wanted.ladder()).arrange(found.nodes, found.places)
+        return relax(problem, fastest, wanted.ladder(), SLACK * problem.step_s(fastest))
+    return found
+
+
+def _auto(problem: Problem, settings: Settings, search: _Search, out_of_time: Stop) -> Arrangement | None:
+    """Search without codecs, then with those up to each strength, each from the milder plans; then relax the codecs.
+
+    Of all plans that stay within SLACK of the fastest, the one whose codecs take away least is returned.
+    """
+    ladder = settings.compression.ladder()
+    found: list[Arrangement] = []
+    for strongest in sorted({0, len(ladder) // 2, len(ladder) - 1}):
+        best = search(problem, ladder[: strongest + 1], found, settings.seed, out_of_time)
+        if best is not None:
+            found.append(best)
+    if not found:
+        return None
+    limit_s = SLACK * min(problem.step_s(one) for one in found)
+    relaxed = [relax(problem, one, ladder, limit_s) for one in found if problem.step_s(one) <= limit_s]
+    return min(relaxed, key=lambda one: (round(strength(problem, one), 6), problem.step_s(one)))
+
+
+# ---- ours ----
+
+
+def _ours(
+    problem: Problem, ladder: Sequence[PlanCodec], starts: Sequence[Arrangement], seed: int, out_of_time: Stop
+) -> Arrangement | None:
+    """The layered program over the most promising nodes, then the annealing from there and from `starts`."""
+    if len(problem.network.flops) > POOL:
+        return _on_pool(problem, ladder, starts, seed, out_of_time)
+    flights = problem.micro_batches
+    chain = Chain(problem, ladder, flights)
+    found = [chain.arrange(one.nodes, one.places) for one in starts]
+    found += _start(chain, found, out_of_time)
+    if chain.memory_binds and not problem.gpipe:  # with fewer micro-batches in flight, more fits
+        for fewer in dict.fromkeys((1, max(1, flights // 3))):
+            other = Chain(problem, ladder, fewer)
+            better = _start(other, found, out_of_time)
+            if better:
+                chain, found = other, found + better
+    if not found:
+        return None
+    few = len(problem.network.flops) <= _FEW_NODES
+    effort = Effort(24, 160) if few else Effort(16, 40)
+    return Annealing(chain, seed, effort, out_of_time).run(found)
+
+
+def _start(chain: Chain, found: Sequence[Arrangement], out_of_time: Stop) -> list[Arrangement]:
+    """Return the layered program's plan, if there is one that is better than all that are known."""
+    best_s = min((chain.problem.step_s(one) for one in found), default=np.inf)
+    better = layered_plan(chain, out_of_time, best_s)
+    return [] if better is None else [better]
+
+
+def _on_pool(
+    problem: Problem, ladder: Sequence[PlanCodec], starts: Sequence[Arrangement], seed: int, out_of_time: Stop
+) -> Arrangement | None:
+    """Search on a part of the nodes, and translate their numbers there and back."""
+    pool = promising(problem, POOL, [node for one in starts for node in one.nodes])
+    place = {int(node): index for index, node in enumerate(pool)}
+    inside = [
+        Arrangement(tuple(place[node] for node in one.nodes), one.places, one.ladder, one.choice) for one in starts
+    ]
+    found = _ours(problem.subset(pool), ladder, inside, seed, out_of_time)
+    if found is None:
+        return None
+    return Arrangement(tuple(int(pool[node]) for node in found.nodes), found.places, found.ladder, found.choice)
+
+
+def promising(problem: Problem, most: int, needed: Sequence[int] = ()) -> Ints:
+    """Return the nodes worth a search: of every community the fastest with good links, and those that are `needed`.
+
+    A node counts by the time of a stage of common size on it and its fourth best link, both ways.
+    """
+    network, profile = problem.network, problem.profile
+    stages = min(16, problem.max_stages)
+    out = float(np.min(profile.forward_out[1:-1] + profile.backward_out[1:-1], initial=np.inf))
+    slowness = np.minimum(network.s_per_byte + network.s_per_byte.T, 1e9) * (out if np.isfinite(out) else 1.0) / 2
+    good_link = np.partition(slowness, min(3, len(slowness) - 1), axis=1)[:, min(3, len(slowness) - 1)]
+    score = problem.seconds[:, -1] / stages + good_link
+    groups = [sorted(group, key=lambda node: (score[node], node)) for group in communities(network)]
+    chosen = list(dict.fromkeys(needed))
+    fair = [node for group in groups for node in group[: max(4, most // (2 * len(groups)))]]
+    ranked = sorted(range(len(score)), key=lambda node: (score[node], node))
+    for node in (*sorted(fair, key=lambda node: (score[node], node)), *ranked):
+        if len(chosen) >= most:
+            break
+        if node not in chosen:
+            chosen.append(node)
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+# ---- the reference ----
+
+
+def _exact(
+    problem: Problem, ladder: Sequence[PlanCodec], starts: Sequence[Arrangement], seed: int, out_of_time: Stop
+) -> Arrangement | None:
+    """The optimum of the chain model, with as few micro-batches in flight as the best plan needs."""
+    del starts, seed
+    flights = problem.micro_batches
+    tries = (flights,) if problem.gpipe else dict.fromkeys((flights, max(1, flights // 3), 1))
+    found = [exact_plan(Chain(problem, ladder, fewer), out_of_time) for fewer in tries]
+    fitting = [one for one in found if one is not None]
+    return min(fitting, key=problem.step_s, default=None)
