@@ -49,6 +49,8 @@ class _Layers:
         pair = np.ix_(nodes, nodes)
         busy = chain.link_busy(*pair)
         self.link = np.where(busy <= chain.limits_s[cap], chain.link_fill(*pair), NEVER).transpose(0, 2, 1).copy()
+        self.rest = chain.seconds[:, -1:] - chain.seconds
+        self.rest = self.rest.min(axis=0)  #: by place: what is left takes at least this
         self.origins: list[tuple[Ints, Ints]] = []  #: by stage from the second: (node, place) before, [node, place]
 
     def order(self) -> list[int] | None:
@@ -65,19 +67,21 @@ class _Layers:
             last = int(fill[:, -1].argmin())
             if fill[last, -1] < best_s:
                 best_s, best_end, best_stage = fill[last, -1], last, stage
-            elif (best_end >= 0 and stage > best_stage + _PATIENCE) or not (fill < best_s).any():
+            fill = np.where(fill + self.rest < best_s, fill, NEVER)
+            if (best_end >= 0 and stage > best_stage + _PATIENCE) or fill.min() >= NEVER / 2:
                 break
-            fill = np.where(fill < best_s, fill, NEVER)
         return None if best_end < 0 else self._back(best_end, best_stage)
 
     def _next(self, fill: Singles, used: npt.NDArray[np.bool_]) -> tuple[Singles, npt.NDArray[np.bool_]]:
         chain = self.chain
-        reach = np.where(used, NEVER, self.link + fill[:, :, None])  # [p, place, q]
+        alive = np.flatnonzero(fill.min(axis=1) < NEVER / 2)  # the last nodes so far
+        reach = self.link[alive] + fill[alive][:, :, None]
+        reach[used[alive]] = NEVER  # [p, place, q]
         before = reach.argmin(axis=0)  # [place, q]
         start = np.take_along_axis(reach, before[None], axis=0)[0].T  # [q, place]
         value, place = extend(start - chain.seconds, self.window)
         nodes = np.arange(chain.nodes)[:, None]
-        node = before[place, nodes]
+        node = alive[before[place, nodes]]
         self.origins.append((node, place))
         after = used[node, place]
         after[nodes[:, 0], :, nodes[:, 0]] = True

@@ -79,7 +79,7 @@ def _auto(problem: Problem, settings: Settings, search: _Search, out_of_time: St
     """
     ladder = settings.compression.ladder()
     found: list[Arrangement] = []
-    for strongest in sorted({0, len(ladder) // 2, len(ladder) - 1}):
+    for strongest in sorted({0, len(ladder) - 1}):
         best = search(problem, ladder[: strongest + 1], found, settings.seed, out_of_time)
         if best is not None:
             found.append(best)

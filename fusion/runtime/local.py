@@ -201,7 +201,8 @@ def apply_settings(spec: JobSpec) -> None:
     strict = spec.determinism == "strict"
     if spec.threads or strict:
         torch.set_num_threads(spec.threads or 1)
-    torch.use_deterministic_algorithms(strict)
+    if strict or torch.are_deterministic_algorithms_enabled():  # the call alone imports torch's compiler: a second
+        torch.use_deterministic_algorithms(strict)
     if strict:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False

@@ -52,7 +52,9 @@ _BOTH: tuple[Option, ...] = (
 CLIENT_OPTIONS: tuple[Option, ...] = (
     *_BOTH,
     ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.initial_reconnect_backoff_ms", 1_000),
+    # What grpc calls the minimum backoff is the time that one attempt may take: several round trips for TLS.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 15_000),
     # Channels of different identities in one process must never share a connection.
     ("grpc.use_local_subchannel_pool", 1),
@@ -80,8 +82,7 @@ SERVER_OPTIONS: tuple[Option, ...] = (
 #: Streams between workers live as long as their epoch; ageing would cut them after an hour.
 DATA_PLANE_SERVER_OPTIONS: tuple[Option, ...] = _SERVER
 
-#: For dialling workers, which may come up later than we do: try again soon. The "minimum backoff" is what grpc
-#: calls the time that one attempt may take, and a TLS handshake over a slow link takes several round trips.
+#: For dialling workers, which may come up later than we do: try again soon.
 DATA_PLANE_CLIENT_OPTIONS: tuple[Option, ...] = (
     *_BOTH,
     ("grpc.keepalive_time_ms", 15_000),

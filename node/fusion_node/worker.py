@@ -124,7 +124,7 @@ class Worker:
 
     def _build(self, parts: Partition, blobs: BlobClient) -> tuple[StageRunner, GrpcTransport]:
         job, plan, stage = self._task.job, self._task.plan, self._task.stage
-        self._check_memory()
+        self._limit_memory()
         torch.set_num_threads(max(1, self._config.threads))
         apply_settings(job)
         names = [
@@ -155,13 +155,18 @@ class Worker:
         )
         return runner, transport
 
-    def _check_memory(self) -> None:
+    def _limit_memory(self) -> None:
+        """Refuse a stage that is planned larger than the owner allows, and hold a CUDA device to that limit."""
         need, limit = self._task.plan.stages[self._task.stage].memory_bytes, self._config.memory_limit_bytes
         if limit and need > limit:
             raise ConfigError(
                 f"stage {self._task.stage} needs about {format_bytes(need)}, this node's owner allows "
                 f"{format_bytes(limit)}; raise --max-memory or use more nodes"
             )
+        if limit and self._config.device.startswith("cuda"):
+            device = torch.device(self._config.device)
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
     def _open_data(self, spec: DataSpec, executor: ShardExecutor, blobs: BlobClient) -> DataSet | None:
         """Open what this stage reads of the data: its graph's inputs, and the labels that weigh its loss."""

@@ -53,6 +53,8 @@ class KeptHelpers(Helpers):
         place = self._running.index(old)  # the coordinator stays the first, which ends last
         self._running.remove(new)
         self._running[place] = new
+        if old.process.stdin is not None:
+            old.process.stdin.close()
         return new
 
 

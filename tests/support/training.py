@@ -45,7 +45,13 @@ class Training:
         """Run it, cut at `cuts`; every tensor between pieces goes through the bytes of the codec "none"."""
         spec = replace(self.spec, **changes)
         return run_local(
-            spec, self.captured.graph, self.captured.tensors, self.data, self.eval_data, stages=sorted(cuts), carry=carry
+            spec,
+            self.captured.graph,
+            self.captured.tensors,
+            self.data,
+            self.eval_data,
+            stages=sorted(cuts),
+            carry=carry,
         )
 
 
@@ -58,7 +64,9 @@ def carry(tensor: torch.Tensor) -> torch.Tensor:
 def data_spec(rows: Mapping[str, torch.Tensor]) -> DataSpec:
     """Describe rows in memory as a data set."""
     fields = tuple(
-        DataField(name, TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:])), RowSource(0, name))
+        DataField(
+            name, TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:])), RowSource(0, name)
+        )
         for name, tensor in rows.items()
     )
     return DataSpec(fields, (DataFile(BlobRef("0" * 64, 0)),), len(next(iter(rows.values()))))

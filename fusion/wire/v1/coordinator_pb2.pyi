@@ -518,7 +518,7 @@ class NodeStatus(google.protobuf.message.Message):
     node_id: builtins.str
     name: builtins.str
     state: builtins.str
-    """"idle", "busy", "lost", "left" """
+    """"idle", "busy", "away" (no command stream), "lost", "left" """
     address: builtins.str
     job_id: builtins.str
     last_heartbeat_wall_s: builtins.float
