@@ -23,6 +23,9 @@ COMMANDS = {
     "weights": ("fusion.cli.weights", "Download the trained weights of a job."),
     "doctor": ("fusion.cli.doctor", "Check this machine and its way to the coordinator."),
 }
+# Before grpc is loaded: whatever it has to say is said again in our own line.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 

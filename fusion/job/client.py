@@ -21,7 +21,7 @@ from fusion.protocol.status import from_rpc_error
 from fusion.security.credentials import Credentials
 from fusion.security.tls import coordinator_server_name
 from fusion.transport.blobs import BlobClient
-from fusion.transport.channels import RETRYABLE, backoff_s, open_channel, with_retries
+from fusion.transport.channels import RETRYABLE, backoff_s, check_server, open_channel, with_retries
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 T = TypeVar("T")
@@ -196,6 +196,7 @@ class Client:
                     return
             except grpc.RpcError as error:
                 connected = _quiet_end(error)
+                check_server(error, f"job {job_id} (coordinator {self.address})")
                 if error.code() not in RETRYABLE:
                     raise from_rpc_error(error, f"job {job_id} (coordinator {self.address})") from error
                 contact_s = time.monotonic() if connected else contact_s

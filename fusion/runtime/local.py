@@ -18,6 +18,7 @@ from fusion.protocol.metrics import StageMetrics, StepMetrics
 from fusion.runtime.batches import Samples
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.machine import Key
+from fusion.runtime.optimizer import OPTIMIZER_PREFIX
 from fusion.runtime.stage import Arrived, StageRecord, StageRunner
 
 Carry = Callable[[torch.Tensor], torch.Tensor]
@@ -25,7 +26,7 @@ Carry = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(slots=True)
 class LocalResult:
-    """What a run in one process leaves: each step's metrics, and the trained parameters and buffers by name."""
+    """What a run in one process leaves: each step's metrics, and parameters, buffers and optimizer state by name."""
 
     steps: list[StepMetrics] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -67,11 +68,13 @@ def run_local(
     stages: Sequence[int] = (),
     device: str = "cpu",
     carry: Carry | None = None,
+    first_step: int = 1,
 ) -> LocalResult:
     """Run a job in this process and thread, in one piece or cut at the operator positions `stages`.
 
-    `carry` is applied to every tensor between pieces. `tensors` are copied, not changed. The process's random numbers
-    and torch settings are put back afterwards.
+    `carry` is applied to every tensor between pieces. `tensors` are copied, not changed; to go on at `first_step` they
+    hold what a run that did the steps before it left. The process's random numbers and torch settings are put back
+    afterwards.
     """
     result = LocalResult()
     parts = partition(graph, stages)
@@ -82,13 +85,13 @@ def run_local(
             on_step(metrics)
 
     with compute_settings(spec, device):
-        runners = make_runners(spec, parts, tensors, data, eval_data, finished_step, device, carry)
+        runners = make_runners(spec, parts, tensors, data, eval_data, finished_step, device, carry, first_step)
         while not all(runner.finished for runner in runners):
             if not any(runner.advance() for runner in runners):
                 waiting = {int(runner.stage): runner.waits_for() for runner in runners if not runner.finished}
                 raise StateError(f"stages wait for each other: {waiting}")
     for runner in runners:
-        result.tensors |= runner.executor.parameters | runner.executor.buffers
+        result.tensors |= runner.state()
     result.tensors = {name: tensor.detach() for name, tensor in result.tensors.items()}
     return result
 
@@ -102,6 +105,7 @@ def make_runners(
     on_step: Callable[[StepMetrics], None],
     device: str = "cpu",
     carry: Carry | None = None,
+    first_step: int = 1,
 ) -> list[StageRunner]:
     """Return a runner for every shard, connected without a network; `carry` stands for a tensor's way over one."""
     count = len(parts.shards)
@@ -129,7 +133,9 @@ def make_runners(
             eval_data,
             _DirectOutbox(runners, carry),
             gather.taker(stage),
+            first_step,
         )
+        runners[stage].load_state({name: value for name, value in tensors.items() if name.startswith(OPTIMIZER_PREFIX)})
     return list(runners.values())
 
 

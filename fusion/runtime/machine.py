@@ -155,12 +155,17 @@ class StageMachine:
         self._eval_every_steps = eval_every_steps
         self._eval_micro_batches = eval_micro_batches
         self._last_step = last_step
+        self._stop_after = last_step
         #: edges whose gradient is wanted back, by (step, micro-batch): known once the forward has run
         self._wanted: dict[tuple[int, int], tuple[EdgeId, ...]] = {}
         self._here: set[Key] = set()
         self._awaited: set[Key] | None = None  #: of the next instruction; None until somebody asks
         self._program = self._run(first_step)
         self._next: Instruction | None = next(self._program, None)
+
+    def stop_after(self, step: int) -> None:
+        """End after `step`, which is under way, as if it had been the last; what the last step adds is left out."""
+        self._stop_after = step
 
     @property
     def finished(self) -> bool:
@@ -223,7 +228,9 @@ class StageMachine:
                 return ()
 
     def _run(self, first_step: int) -> Iterator[Instruction]:
-        for step in range(first_step, self._last_step + 1):
+        step = first_step - 1
+        while step < self._stop_after:
+            step += 1
             for task in self._schedule:
                 yield Forward(step, task.micro_batch) if task.kind == "F" else Backward(step, task.micro_batch)
             yield from self._end_of_step(step)

@@ -22,6 +22,20 @@ class StepVerdict:
     norm: float  #: the global 2-norm before that
 
 
+OPTIMIZER_PREFIX = "$optimizer."
+
+
+def state_name(key: str, parameter: str) -> str:
+    """Return the name in files of a parameter's optimizer tensor, such as "$optimizer.exp_avg.head.weight"."""
+    return f"{OPTIMIZER_PREFIX}{key}.{parameter}"
+
+
+def split_state_name(name: str) -> tuple[str, str]:
+    """Return the optimizer's key and the parameter that `state_name` was made of."""
+    key, _, parameter = name.removeprefix(OPTIMIZER_PREFIX).partition(".")
+    return key, parameter
+
+
 def decide(sums_of_squares: Iterable[float], grad_clip: float) -> StepVerdict:
     """Return the verdict over the per-parameter sums of squares of all stages.
 
@@ -54,6 +68,7 @@ class StageOptimizer:
     def __init__(self, job: JobSpec, parameters: Mapping[str, torch.Tensor]) -> None:
         self._job = job
         trainable = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+        self._trainable = trainable
         self._parameters = list(trainable.values())
         self._optimizer = _make(job.optimizer, trainable) if trainable else None
 
@@ -72,6 +87,28 @@ class StageOptimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self._optimizer.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything beside the parameters that the next update depends on, by OPTIMIZER_PREFIX names."""
+        if self._optimizer is None:
+            return {}
+        return {
+            state_name(key, name): value
+            for name, parameter in self._trainable.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `state` returned, under any cut; tensors of parameters held elsewhere are ignored."""
+        if self._optimizer is None:
+            return
+        for full_name, value in tensors.items():
+            key, name = split_state_name(full_name)
+            parameter = self._trainable.get(name)
+            if parameter is not None:
+                device = "cpu" if key == "step" else parameter.device
+                self._optimizer.state[parameter][key] = value.to(device, copy=True)
 
 
 def _make(spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:

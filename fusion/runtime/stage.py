@@ -6,7 +6,7 @@ import math
 import queue
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,7 +25,7 @@ from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.machine import Key, StageMachine, StageRole
 from fusion.runtime.optimizer import StageOptimizer, StepVerdict, decide, sums_of_squares
 
-_VERDICT = struct.Struct("<?dd")
+_VERDICT = struct.Struct("<??dd")
 _LONGEST_WAIT_S = 1.0  #: between two looks at whether the stage was asked to stop
 
 
@@ -100,6 +100,7 @@ class StageRunner:
         eval_data: Samples | None,
         outbox: Outbox,
         on_step: Callable[[StageRecord], None],
+        first_step: int = 1,
     ) -> None:
         self._job = job
         self._partition = partition
@@ -114,7 +115,7 @@ class StageRunner:
         self._machine = StageMachine(
             self._role,
             schedule,
-            first_step=1,
+            first_step=first_step,
             last_step=job.steps,
             eval_every_steps=job.eval_every_steps,
             eval_micro_batches=len(self._evaluation.sizes),
@@ -127,15 +128,29 @@ class StageRunner:
         self._tokens = tokens_per_sample(job.data)
         self._state: _StepState | None = None
         self._sent_before: dict[StageIndex, int] = {}
+        self._hold_wanted = False
+        self.held_after: int | None = None  #: the step after which all stages hold, once that is decided
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is over."""
+        """Whether the last step is over, or the one after which the stage holds."""
         return self._machine.finished
 
     def deliver(self, key: Key, content: Arrived) -> None:
         """Hand over a message that has arrived. Thread-safe."""
         self._arrivals.put((key, content))
+
+    def hold(self) -> None:
+        """Ask for an end of the run at the next step's end, alike on all stages. Only stage 0 decides. Thread-safe."""
+        self._hold_wanted = True
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all that the stage needs to go on after the step that it has done, by names that no cut changes."""
+        return self.executor.parameters | self.executor.buffers | self._optimizer.state()
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over optimizer state; parameters and buffers came with the executor."""
+        self._optimizer.load_state(tensors)
 
     def run(self, should_stop: Callable[[], str | None]) -> None:
         """Work until the job's last step; StoppedError with the reason once `should_stop` gives one."""
@@ -276,7 +291,7 @@ class StageRunner:
             self._outbox.send_numbers(target, Key(MessageKind.NORM, step, 0, 0), struct.pack(f"<{len(sums)}d", *sums))
         else:
             state.verdict = decide(sums, self._job.grad_clip)
-            self._send_verdict(step, state.verdict)
+            self._give_verdict(step, state.verdict, hold=self._hold_wanted and step < self._job.steps)
 
     def _own_sums(self) -> list[float]:
         """Return the sums of squares of the parameters for which this stage answers."""
@@ -289,13 +304,17 @@ class StageRunner:
         return sums_of_squares(gradients)
 
     def _pass_verdict(self, step: int, state: _StepState) -> None:
-        numbers = self._take(Key(MessageKind.VERDICT, step, 0, 0)).numbers
-        state.verdict = StepVerdict(*_VERDICT.unpack(numbers))
-        self._send_verdict(step, state.verdict)
+        apply, hold, factor, norm = _VERDICT.unpack(self._take(Key(MessageKind.VERDICT, step, 0, 0)).numbers)
+        state.verdict = StepVerdict(apply, factor, norm)
+        self._give_verdict(step, state.verdict, hold)
 
-    def _send_verdict(self, step: int, verdict: StepVerdict) -> None:
+    def _give_verdict(self, step: int, verdict: StepVerdict, hold: bool) -> None:
+        """Pass the verdict on; it travels in the step, so all stages hold after the same one."""
+        if hold:
+            self.held_after = step
+            self._machine.stop_after(step)
         if self.stage + 1 < self._role.stages:
-            packed = _VERDICT.pack(verdict.apply, verdict.factor, verdict.norm)
+            packed = _VERDICT.pack(verdict.apply, hold, verdict.factor, verdict.norm)
             self._outbox.send_numbers(StageIndex(self.stage + 1), Key(MessageKind.VERDICT, step, 0, 0), packed)
 
     def _evaluate(self, step: int, micro_batch: int, state: _StepState) -> None:

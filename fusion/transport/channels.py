@@ -13,7 +13,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from fusion.base.errors import UnreachableError
+from fusion.base.errors import AuthError, UnreachableError
 from fusion.base.units import MIB
 from fusion.protocol.status import from_rpc_error
 from fusion.security.credentials import Credentials
@@ -27,7 +27,9 @@ __all__ = [
     "Option",
     "RETRYABLE",
     "SERVER_OPTIONS",
+    "TLS_MISMATCH",
     "backoff_s",
+    "check_server",
     "open_aio_channel",
     "open_channel",
     "with_retries",
@@ -97,6 +99,10 @@ RETRYABLE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
 )
 
+#: What grpc's words hold when a server's certificate has another CA or another name. Where they change, a call only
+#: takes longer to fail.
+TLS_MISMATCH = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed", "is not in peer certificate")
+
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 15.0
 _ATTEMPT_S = 10.0
 
@@ -125,12 +131,23 @@ def backoff_s(attempt: int, first_s: float = _FIRST_BACKOFF_S, longest_s: float 
     return random.uniform(0, min(longest_s, first_s * 2 ** min(attempt, 20)))  # noqa: S311 - spreads load, no secret
 
 
+def check_server(error: grpc.RpcError, what: str) -> None:
+    """Raise AuthError if a call failed because the server is not the one that our credentials are for."""
+    details = str(error.details() if hasattr(error, "details") else error)
+    if any(mark in details for mark in TLS_MISMATCH):
+        raise AuthError(
+            f"{what}: another server than that of your cluster answers, its certificate does not fit; check the address "
+            "and the credentials, or join again if the coordinator was set up anew"
+        ) from error
+
+
 def with_retries(call: Callable[[float], T], deadline_s: float, what: str, attempt_s: float = _ATTEMPT_S) -> T:
     """Make an idempotent call until it succeeds, fails for good, or `deadline_s` seconds are over.
 
     `call` gets the seconds that this attempt may take, to pass on as `timeout=`. Only UNAVAILABLE, RESOURCE_EXHAUSTED
     and DEADLINE_EXCEEDED are tried again, and they too only where they are not the answer of a server that states an
-    error of ours. Whatever ends it is raised as an error of our tree; `what` tells what was tried.
+    error of ours. Whatever ends it is raised as an error of our tree; `what` tells what was tried. A server of another
+    cluster ends it at once, with AuthError.
     """
     end_s = time.monotonic() + deadline_s
     attempt = 0
@@ -138,6 +155,7 @@ def with_retries(call: Callable[[float], T], deadline_s: float, what: str, attem
         try:
             return call(max(0.001, min(attempt_s, end_s - time.monotonic())))
         except grpc.RpcError as error:
+            check_server(error, what)
             ours = from_rpc_error(error, what)
             pause_s = backoff_s(attempt)
             if not isinstance(ours, UnreachableError) or time.monotonic() + pause_s >= end_s:

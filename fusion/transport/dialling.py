@@ -12,7 +12,7 @@ import grpc
 from fusion.base.errors import AuthError, FusionError, StateError, WireError
 from fusion.base.ids import StageIndex
 from fusion.protocol.messages import Session
-from fusion.transport.channels import backoff_s
+from fusion.transport.channels import TLS_MISMATCH, backoff_s
 from fusion.transport.frames import check_hello, frame, hello, parse_frame
 from fusion.transport.outbox import Outbox
 from fusion.transport.streams import METHOD, RETRY_KEY
@@ -21,9 +21,6 @@ from fusion.wire.v1 import peer_pb2
 __all__ = ["DialHost", "OutgoingStream"]
 
 _OTHER_RUN_S = 10.0  #: how long a worker of an earlier run may still answer at the address of the one we want
-#: What grpc's words hold when a server's certificate has another CA or another name. Where they change, a start
-#: only takes longer to fail.
-_TLS_MISMATCH = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed", "is not in peer certificate")
 _TLS_MISMATCHES = 3  #: so many answers in a row with a wrong certificate are no accident
 _FINAL: dict[grpc.StatusCode, type[FusionError]] = {
     grpc.StatusCode.UNAUTHENTICATED: AuthError,
@@ -184,7 +181,7 @@ class _Judge:
         words = _words(error)
         if any(item[0] == RETRY_KEY for item in _trailing_metadata(error)):
             return self._other_run(words)
-        self._mismatches = self._mismatches + 1 if any(mark in words for mark in _TLS_MISMATCH) else 0
+        self._mismatches = self._mismatches + 1 if any(mark in words for mark in TLS_MISMATCH) else 0
         if self._mismatches >= _TLS_MISMATCHES:
             return AuthError(f"{self._label} is another machine than the plan names: {words}")
         family = _FINAL.get(error.code())

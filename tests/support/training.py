@@ -41,7 +41,7 @@ class Training:
     data: Held
     eval_data: Held | None = None
 
-    def run(self, cuts: Collection[int] = (), **changes: Any) -> LocalResult:
+    def run(self, cuts: Collection[int] = (), first_step: int = 1, **changes: Any) -> LocalResult:
         """Run it, cut at `cuts`; every tensor between pieces goes through the bytes of the codec "none"."""
         spec = replace(self.spec, **changes)
         return run_local(
@@ -52,6 +52,7 @@ class Training:
             self.eval_data,
             stages=sorted(cuts),
             carry=carry,
+            first_step=first_step,
         )
 
 
