@@ -24,7 +24,7 @@ COMMANDS = {
     "doctor": ("fusion.cli.doctor", "Check this machine and its way to the coordinator."),
 }
 # Before grpc is loaded: whatever it has to say is said again in our own line.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141

@@ -8,7 +8,7 @@ parameter's gradient per use and then over its uses, a value's gradient from its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +18,9 @@ import torch
 from fusion.base.errors import GraphError
 from fusion.base.ids import EdgeId, StageIndex, ValueId
 from fusion.graph.dag import InputKind
-from fusion.graph.partition import Edge, ParameterUse, Partition
+from fusion.graph.partition import ParameterUse, Partition
 from fusion.runtime.program import Program, Slots
 from fusion.runtime.random import RandomKey
-
-#: Takes the gradient of an incoming edge as soon as the backward has it; None when there is none.
-GradientSink = Callable[[Edge, torch.Tensor | None], None]
 
 
 class _Receive(torch.autograd.Function):
@@ -184,12 +181,11 @@ class ShardExecutor:
         micro_batch: int,
         loss_weight: float,
         gradients: Mapping[EdgeId, torch.Tensor | None],
-        sink: GradientSink,
-    ) -> None:
+    ) -> dict[EdgeId, torch.Tensor | None]:
         """Run the backward of one micro-batch, adding to the gradients of parameters.
 
-        `gradients` has, for every outgoing edge whose value wanted one, its gradient or None. `sink` gets the gradient
-        of each incoming edge that wants one.
+        `gradients` has, for every outgoing edge whose value wanted one, its gradient or None. Returns the gradient of
+        each incoming edge that wants one; None where there is none.
         """
         live = self._live.pop(micro_batch)
         roots: list[torch.Tensor] = []
@@ -204,10 +200,7 @@ class ShardExecutor:
             seeds.append(torch.full_like(live.loss, loss_weight))
         if roots:
             torch.autograd.backward(roots, seeds)
-        for edge in self.edges_in:
-            if edge.edge in live.caught:
-                caught = live.caught[edge.edge]
-                sink(edge, caught[0] if caught else None)
+        return {edge: caught[0] if caught else None for edge, caught in live.caught.items()}
 
     def evaluate(
         self,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -73,6 +73,14 @@ class StageRecord:
     grad_norm: float | None = None  #: from stage 0
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a full micro-batch takes on the device that this one stands for."""
+
+    forward_s: float
+    backward_s: float
+
+
 @dataclass(slots=True)
 class _StepState:
     """What a stage gathers during a step."""
@@ -101,8 +109,10 @@ class StageRunner:
         outbox: Outbox,
         on_step: Callable[[StageRecord], None],
         first_step: int = 1,
+        pace: Pace | None = None,
     ) -> None:
         self._job = job
+        self._pace = pace
         self._partition = partition
         self.executor = executor
         self.stage = executor.stage
@@ -239,8 +249,10 @@ class StageRunner:
             content = self._take(Key(MessageKind.ACTIVATION, step, micro_batch, edge))
             assert content.tensor is not None
             received[edge] = (content.tensor, content.requires_grad)
+        begin_s = time.perf_counter()
         fields = self._on_device(self._batches.fields(self.executor.batch_fields.keys(), step, micro_batch))
         result = self.executor.forward(step, micro_batch, fields, received, self._batches.sizes[micro_batch])
+        self._stretch(begin_s, micro_batch, "forward_s")
         wanted = tuple(edge for edge, value in result.edges.items() if value.requires_grad)
         self._machine.sent(step, micro_batch, wanted)
         for edge, value in result.edges.items():
@@ -256,12 +268,21 @@ class StageRunner:
             if key in self._contents:
                 gradients[edge] = self._take(key).tensor
 
-        def send(edge: Edge, gradient: torch.Tensor | None) -> None:
-            key = Key(MessageKind.GRADIENT, step, micro_batch, edge.edge)
-            self._outbox.send_tensor(edge.source, key, gradient, requires_grad=False)
-
+        begin_s = time.perf_counter()
         weight = state.weights[micro_batch] if state.weights else 0.0
-        self.executor.backward(micro_batch, weight, gradients, send)
+        found = self.executor.backward(micro_batch, weight, gradients)
+        self._stretch(begin_s, micro_batch, "backward_s")
+        for edge, gradient in found.items():
+            key = Key(MessageKind.GRADIENT, step, micro_batch, edge)
+            self._outbox.send_tensor(self._edge(edge).source, key, gradient, requires_grad=False)
+
+    def _stretch(self, begin_s: float, micro_batch: int, which: Literal["forward_s", "backward_s"]) -> None:
+        """On an emulated device: wait until the pass that began at `begin_s` has taken as long as it would there."""
+        if self._pace is not None:
+            sizes = self._batches.sizes
+            left_s = begin_s + getattr(self._pace, which) * sizes[micro_batch] / sizes[0] - time.perf_counter()
+            if left_s > 0:
+                time.sleep(left_s)
 
     def _send_tied(self, step: int) -> None:
         gradients = self.executor.use_gradients()

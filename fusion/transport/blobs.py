@@ -17,7 +17,7 @@ from fusion.base.errors import ConfigError, DataError, NotFoundError, Unreachabl
 from fusion.base.units import format_bytes
 from fusion.protocol.job import BlobRef
 from fusion.protocol.status import from_rpc_error
-from fusion.transport.channels import backoff_s
+from fusion.transport.channels import backoff_s, check_server
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 __all__ = ["BlobClient", "BlobReader", "Progress"]
@@ -89,6 +89,7 @@ class _Patience:
         pause_s = backoff_s(self._attempt)
         late = time.monotonic() + pause_s - self._since_s > self._limit_s
         if error is not None:
+            check_server(error, self._what)
             ours = from_rpc_error(error, self._what)
             if late or not isinstance(ours, UnreachableError):
                 raise ours from error

@@ -16,7 +16,7 @@ import msgspec
 from fusion.base.address import split_address
 from fusion.base.errors import AuthError, ConfigError, UsageError
 from fusion.base.ids import check_name
-from fusion.base.units import parse_bytes
+from fusion.base.units import parse_bytes, parse_flops
 from fusion.cli.main import run
 from fusion.cli.output import json_option, print_json
 from fusion_node.reachability import DEFAULT_LISTEN, DEFAULT_PORT
@@ -93,6 +93,9 @@ def join(join_string: str, name: str | None, force: bool, home: Path | None) -> 
     "--allow-data", multiple=True, metavar="DIR", type=click.Path(path_type=Path), help="Jobs may read data there."
 )
 @click.option("--require-reachable", is_flag=True, help="End if other nodes cannot reach this one.")
+@click.option(
+    "--emulate-speed", default="", metavar="FLOPS", help="Lab: be a device of this speed, such as 2T, by waiting."
+)
 @click.option("--routes", type=click.Path(path_type=Path), help="Lab: JSON object of peer address to address to dial.")
 @_home_option
 def start(join_string: str | None, name: str | None, home: Path | None, **options: Any) -> None:
@@ -146,6 +149,7 @@ def _settings(
     allow_data: Sequence[Path] = (),
     routes: Path | None = None,
     require_reachable: bool = False,
+    emulate_speed: str = "",
 ) -> Settings:
     """Return the daemon's settings, checked as far as that is possible before anything runs."""
     from fusion_node.daemon import Settings
@@ -157,7 +161,10 @@ def _settings(
     memory_bytes = parse_bytes("--max-memory", max_memory) if max_memory else 0
     if max_memory and not memory_bytes:
         raise ConfigError(f"--max-memory: {max_memory} leaves a job nothing; write for example 8GiB")
-    limits = Limits(device, memory_bytes, threads, speed)
+    emulated = parse_flops("--emulate-speed", emulate_speed) if emulate_speed else 0.0
+    if emulated and speed:
+        raise ConfigError("--speed and --emulate-speed: an emulated speed is also the one stated; give only one")
+    limits = Limits(device, memory_bytes, threads, emulated or speed)
     limits.check()
     return Settings(
         home=home,
@@ -168,6 +175,7 @@ def _settings(
         allow_data=tuple(_directory(path) for path in allow_data),
         routes=read_routes(routes) if routes else {},
         require_reachable=require_reachable,
+        emulate_flops=emulated,
     )
 
 

@@ -57,6 +57,7 @@ class Settings:
     allow_data: tuple[Path, ...] = ()
     routes: dict[str, str] = field(default_factory=dict)
     require_reachable: bool = False
+    emulate_flops: float = 0.0  #: lab: the speed to stand for; 0: its own
 
 
 @contextmanager
@@ -228,6 +229,7 @@ class Daemon:
             threads=_job_threads(assignment.payload) or self._hardware.threads,
             memory_limit_bytes=self._hardware.memory_bytes,
             allow_data=tuple(str(path) for path in settings.allow_data),
+            emulate_flops=settings.emulate_flops,
             routes=settings.routes,
         )
         name = f"worker-{ref.job}-e{ref.epoch}-s{ref.stage}"

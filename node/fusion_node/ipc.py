@@ -44,6 +44,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, tag="config"):
     threads: int = 1  #: compute threads, unless the job states its own
     memory_limit_bytes: int = 0  #: what the owner lets a job use; 0: not limited
     allow_data: tuple[str, ...] = ()  #: directories that a job's data may lie in
+    emulate_flops: float = 0.0  #: lab only: stretch every pass to the time that it takes at this speed; 0: don't
     routes: dict[str, str] = {}  #: lab only: dial the right address wherever a peer states the left one
 
 

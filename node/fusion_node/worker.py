@@ -20,7 +20,7 @@ from fusion.base.errors import ConfigError, DataError, FusionError, StoppedError
 from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
 from fusion.graph.dag import InputKind
-from fusion.graph.partition import Partition, partition
+from fusion.graph.partition import Partition, partition, stage_cost
 from fusion.plan.schedule import make_schedule
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
@@ -30,7 +30,7 @@ from fusion.runtime.data import DataSet, files_needed, open_data
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.local import apply_settings
 from fusion.runtime.machine import StageRole
-from fusion.runtime.stage import StageRecord, StageRunner
+from fusion.runtime.stage import Pace, StageRecord, StageRunner
 from fusion.runtime.tensorfile import load_tensors, save_tensors
 from fusion.security.credentials import Credentials
 from fusion.security.roles import Access, Authorizer
@@ -152,8 +152,17 @@ class Worker:
             None if job.eval_data is None else self._open_data(job.eval_data, executor, blobs),
             WireOutbox(transport),
             self._on_step,
+            pace=self._pace(parts),
         )
         return runner, transport
+
+    def _pace(self, parts: Partition) -> Pace | None:
+        """Return how long passes take at the emulated speed, if there is one."""
+        flops = self._config.emulate_flops
+        if not flops:
+            return None
+        cost = stage_cost(parts.graph, parts.shards[self._task.stage])
+        return Pace(cost.forward_flops / flops, cost.backward_flops / flops)
 
     def _limit_memory(self) -> None:
         """Refuse a stage that is planned larger than the owner allows, and hold a CUDA device to that limit."""

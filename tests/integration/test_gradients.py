@@ -10,7 +10,7 @@ from torch import nn
 
 from fusion.base.ids import EdgeId
 from fusion.capture import Captured, capture
-from fusion.graph.partition import Edge, Partition, legal_cuts, partition
+from fusion.graph.partition import Partition, legal_cuts, partition
 from fusion.runtime.executor import ShardExecutor, all_uses
 from tests.support.models import ZOO, Sample
 from tests.support.training import carry
@@ -42,11 +42,9 @@ def in_pieces(captured: Captured, parts: Partition, batch: dict[str, torch.Tenso
     assert loss is not None
     gradients: dict[EdgeId, torch.Tensor | None] = {}
 
-    def back(edge: Edge, gradient: torch.Tensor | None) -> None:
-        gradients[edge.edge] = None if gradient is None else carry(gradient)
-
     for executor in reversed(executors):
-        executor.backward(0, 1.0, gradients, back)
+        for edge, gradient in executor.backward(0, 1.0, gradients).items():
+            gradients[edge] = None if gradient is None else carry(gradient)
     return loss.item(), total_gradients(executors, parts)
 
 

@@ -1,4 +1,4 @@
-"""A job may hold at a step's end and go on under another cut: its curve and weights are those of the undisturbed run."""
+"""A job may hold at a step's end and go on under another cut: curve and weights are those of the undisturbed run."""
 
 from __future__ import annotations
 
