@@ -22,11 +22,14 @@ ALIGNMENT_BYTES = 64
 
 
 def layout_of(tensor: torch.Tensor) -> TensorLayout:
-    """Return where the tensor's elements lie; strides of a tensor with too large gaps are those of its dense copy."""
+    """Return where the tensor's elements lie.
+
+    A tensor with too large gaps, or whose elements overlap, has the strides of its dense copy.
+    """
     strides = tuple(tensor.stride())
     shape = tuple(tensor.shape)
-    if _span(shape, strides) > MAX_GAP_FACTOR * max(1, tensor.numel()):
-        strides = tuple(torch.empty(shape, device="meta").stride())
+    if _span(shape, strides) > MAX_GAP_FACTOR * max(1, tensor.numel()) or _overlaps(shape, strides):
+        strides = dense_strides(shape)
     offset = (tensor.data_ptr() % ALIGNMENT_BYTES) // tensor.element_size() if tensor.device.type == "cpu" else 0
     return TensorLayout(str(tensor.dtype).removeprefix("torch."), shape, strides, offset)
 
@@ -34,15 +37,18 @@ def layout_of(tensor: torch.Tensor) -> TensorLayout:
 def encode(tensor: torch.Tensor) -> tuple[TensorLayout, memoryview]:
     """Return the layout and the elements: once per distinct element, in the order of their strides, without a copy
     where the memory is already like that."""
+    layout, flat = flatten(tensor)
+    return layout, memory_of(flat.to("cpu"))
+
+
+def flatten(tensor: torch.Tensor, layout: TensorLayout | None = None) -> tuple[TensorLayout, torch.Tensor]:
+    """Return the layout, and the elements as `encode` orders them: 1-D, on the tensor's device.
+
+    A `layout` of the same shape is used instead of the tensor's own.
+    """
     tensor = tensor.detach()
-    layout = layout_of(tensor)
-    order = _storage_order(layout)
-    dense = tensor.permute(order)
-    for dim, source in enumerate(order):
-        if layout.strides[source] == 0 and layout.shape[source] > 1:
-            dense = dense.narrow(dim, 0, 1)
-    dense = dense.to("cpu").contiguous()
-    return layout, memory_of(dense)
+    layout = layout or layout_of(tensor)
+    return layout, _distinct(tensor, layout).contiguous().view(-1)
 
 
 def payload_bytes(layout: TensorLayout) -> int:
@@ -58,18 +64,44 @@ def decode(layout: TensorLayout, payload: memoryview | bytes | bytearray, device
     check_layout(layout)
     if len(payload) != payload_bytes(layout):
         raise WireError(f"payload has {len(payload)} bytes, its layout needs {payload_bytes(layout)}")
-    dtype = getattr(torch, layout.dtype)
-    span = _span(layout.shape, layout.strides)
-    base = torch.empty(span + layout.alignment_offset, dtype=dtype)
-    tensor = base.as_strided(layout.shape, layout.strides, layout.alignment_offset)
+    place = Place(layout)
     if len(payload):
-        order = _storage_order(layout)
-        target = tensor.permute(order)
-        for dim, source in enumerate(order):
-            if layout.strides[source] == 0 and layout.shape[source] > 1:
-                target = target.narrow(dim, 0, 1)
-        target.copy_(_tensor_over(payload, dtype).view(target.shape))
-    return tensor if device == "cpu" else tensor.to(device, non_blocking=True)
+        place.fill(_tensor_over(payload, place.tensor.dtype))
+    return place.tensor if device == "cpu" else place.tensor.to(device, non_blocking=True)
+
+
+class Place:
+    """A tensor of a layout (checked before), made but not filled.
+
+    `dense` is its memory in storage order and `spare` more elements behind it; None where the layout has gaps.
+    """
+
+    def __init__(self, layout: TensorLayout, device: str | torch.device = "cpu", spare: int = 0) -> None:
+        self._layout = layout
+        span, first = _span(layout.shape, layout.strides), layout.alignment_offset
+        base = torch.empty(span + first + spare, dtype=getattr(torch, layout.dtype), device=device)
+        self.tensor = base.as_strided(layout.shape, layout.strides, first)
+        distinct = _distinct(self.tensor, layout)
+        self.dense = base[first:] if distinct.is_contiguous() and distinct.numel() == span else None
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Write distinct elements in storage order, as `flatten` gives them."""
+        target = _distinct(self.tensor, self._layout)
+        target.copy_(flat.view(target.shape))
+
+    def fill_in_order(self, flat: torch.Tensor) -> None:
+        """Write all elements, given in the order of the indices. The layout repeats none."""
+        self.tensor.copy_(flat.view(self.tensor.shape))
+
+
+def _distinct(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    """Return a view of the tensor with each distinct element once, its dimensions in the order of the strides."""
+    order = _storage_order(layout)
+    view = tensor.permute(order)
+    for dim, source in enumerate(order):
+        if layout.strides[source] == 0 and layout.shape[source] > 1:
+            view = view.narrow(dim, 0, 1)
+    return view
 
 
 def check_layout(layout: TensorLayout) -> None:
@@ -87,6 +119,32 @@ def check_layout(layout: TensorLayout) -> None:
         elements *= size
     if _span(layout.shape, layout.strides) > MAX_GAP_FACTOR * max(1, elements):
         raise WireError(f"strides {layout.strides} of shape {layout.shape} span too much memory")
+    if _overlaps(layout.shape, layout.strides):
+        raise WireError(f"strides {layout.strides} of shape {layout.shape} put elements over each other")
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a new tensor of this shape."""
+    return tuple(torch.empty(shape, device="meta").stride())
+
+
+def unrepeated(layout: TensorLayout) -> TensorLayout:
+    """Return the layout, or a dense one where it repeats elements (stride 0)."""
+    if all(stride or size < 2 for size, stride in zip(layout.shape, layout.strides, strict=True)):
+        return layout
+    return TensorLayout(layout.dtype, layout.shape, dense_strides(layout.shape))
+
+
+def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a step in one dimension may land inside what the smaller strides span; repetition (stride 0) is none."""
+    if 0 in shape:
+        return False
+    end = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if 0 < stride < end:
+            return True
+        end += stride * (size - 1)
+    return False
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

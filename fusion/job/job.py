@@ -20,6 +20,7 @@ from fusion.protocol.job import (
     Determinism,
     JobSpec,
     LossWeightSpec,
+    PlannerName,
     Precision,
     ScheduleName,
     job_to_proto,
@@ -41,7 +42,7 @@ Loss = Callable[[Any, dict[str, "torch.Tensor"]], "torch.Tensor"]
 _KNOWN = (
     *("model", "data", "optimizer", "steps", "batch_size", "micro_batches", "loss", "loss_weight", "lr_schedule"),
     *("eval_data", "eval_every", "eval_batches", "grad_clip", "seed", "determinism", "precision", "schedule"),
-    *("stages", "cuts", "shuffle", "threads", "name"),
+    *("stages", "cuts", "planner", "replan", "shuffle", "threads", "name"),
 )
 
 
@@ -67,6 +68,10 @@ class Job:
     schedule: "1f1b" or "gpipe".
     stages: the most parts that the model may be cut into; 0: as many as there are nodes and the planner likes.
     cuts: operator positions to cut at, instead of the planner's choice.
+    planner: "fusion", which uses as many nodes as make the step faster; or one to compare it with: "op-fence",
+        "equal-number", "equal-compute" (as many nodes as `stages` allows), or "exact" (at most 12 nodes).
+    replan: whether the running job may move to another plan once measurements show that it is clearly better. The
+        losses stay the same. A job with `cuts`, or with another planner than "fusion", stays where it is.
     shuffle: whether each pass over the data has a new order; otherwise the data's own.
     threads: compute threads of every worker; 0: each node's own choice.
     name: for people; default: the model's class.
@@ -96,6 +101,8 @@ class Job:
         schedule: str = "1f1b",
         stages: int = 0,
         cuts: Sequence[int] = (),
+        planner: str = "fusion",
+        replan: bool = True,
         shuffle: bool = True,
         threads: int = 0,
         name: str | None = None,
@@ -113,6 +120,7 @@ class Job:
         self.grad_clip, self.seed, self.shuffle = grad_clip, _whole(seed), shuffle
         self.determinism, self.precision, self.schedule = determinism, precision, schedule
         self.stages, self.threads, self.cuts = _whole(stages), _whole(threads), tuple(_whole(cut) for cut in cuts)
+        self.planner, self.replan = planner, replan
         self.name = _default_name(model) if name is None else name
         self._pending: tuple[bytes, str] | None = None
         self._check_kinds()
@@ -133,8 +141,9 @@ class Job:
             raise ConfigError(f"loss must be a function of (outputs, batch), got {type(self.loss).__name__}")
         if self.loss_weight is not None and not isinstance(self.loss_weight, LossWeightSpec):
             raise ConfigError(f"loss_weight must be fusion.tokens(field), got {type(self.loss_weight).__name__}")
-        if not isinstance(self.shuffle, bool):
-            raise ConfigError(f"shuffle must be True or False, got {self.shuffle!r:.40}")
+        for name, value in (("shuffle", self.shuffle), ("replan", self.replan)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} must be True or False, got {value!r:.40}")
 
     def _check_settings(self) -> None:
         from fusion.job.prepare import check_draft
@@ -169,6 +178,8 @@ class Job:
             threads=self.threads,
             cuts=self.cuts,
             shuffle=self.shuffle,
+            planner=cast(PlannerName, self.planner),
+            replan=self.replan,
         )
 
     def prepare(self, directory: Path) -> Prepared:

@@ -68,6 +68,7 @@ class Evaluation:
     transfer_s: Floats  #: transfer alone
     tied_bytes: Floats  #: once a step
     in_flight: tuple[int, ...]
+    waits: bool  #: memory allows too few micro-batches in flight to keep the bottleneck busy
     memory_bytes: Floats
     missing_bytes: Floats  #: beyond the node's limit
     bottleneck: Pair  #: (stage, stage), the link (source, target), or (-1, site) of a shared uplink
@@ -145,6 +146,7 @@ class _Evaluator:
         self._links()
         fill_s = self._fill()
         period_s, bottleneck = self._bottleneck()
+        busiest_s = period_s
         in_flight, period_s, memory, missing = self._flights(period_s)
         tied_s = self._tied()
         step_s = fill_s + (self.problem.micro_batches - 1) * period_s + tied_s
@@ -162,6 +164,7 @@ class _Evaluator:
             self.transfer_s,
             self.tied_bytes,
             in_flight,
+            period_s > busiest_s,
             memory,
             missing,
             bottleneck,
@@ -309,14 +312,13 @@ class _Evaluator:
         take turns.
         """
         busy = (self.forward_s + self.backward_s).tolist()
-        longest, beyond = 0.0, busy[-1] / flights[-1]
-        round_trip = busy[-1]
+        longest, round_trip = busy[-1] / flights[-1], busy[-1]
         for stage in range(self.stages - 2, -1, -1):
             round_trip += pairs[stage] - busy[stage + 1]
             if flights[stage] < self.problem.micro_batches:
                 turns = flights[stage] - flights[stage + 1] + 1
                 longest = max(longest, pairs[stage] / turns, round_trip / flights[stage])
-        return max(longest, beyond)
+        return float(longest)
 
     def _tied(self) -> float:
         """Every use's gradient of a tied weight goes to all other stages that hold it, after the last backward."""

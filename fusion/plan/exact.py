@@ -1,8 +1,8 @@
 """The optimum for at most a dozen nodes, as a reference: a dynamic program over sets of nodes.
 
-Its state is (nodes used, last node, place); it finds the least fill below a bottleneck. The least of
-fill + (n - 1) x bottleneck is then found by halving intervals of the bottleneck whose lower bound still beats the
-best: the result is within `TOLERANCE` of the optimum of the chain model.
+Its state is (nodes used, first node, depth), from the end of the graph to its front; it finds the least fill below a
+bottleneck. The least of fill + (n - 1) x bottleneck is then found by halving intervals of the bottleneck whose lower
+bound still beats the best: the result is within `TOLERANCE` of the optimum of the chain model.
 """
 
 from __future__ import annotations
@@ -67,49 +67,48 @@ class _Sets:
 
     def __init__(self, chain: Chain, cap_s: float) -> None:
         self.chain, self.window = chain, chain.window_at(cap_s)
-        nodes = np.arange(chain.nodes)
-        pair = np.ix_(nodes, nodes)
+        pair = np.ix_(np.arange(chain.nodes), np.arange(chain.nodes))
         limit = np.float32(cap_s * (1 + 1e-6))
-        self.link = np.where(chain.link_busy(*pair) <= limit, chain.link_fill(*pair), NEVER)  # [p, q, place]
+        self.link = np.where(chain.link_busy(*pair) <= limit, chain.link_fill(*pair), NEVER)  # [p, q, d]
         shape = (1 << chain.nodes, chain.nodes, chain.blocks + 1)
-        self.fill = np.full(shape, NEVER, dtype=np.float32)  # [set, last, place]
-        self.before = np.zeros(shape, dtype=np.int8)  # the node before the last
-        self.start = np.zeros(shape, dtype=np.int16)  # the place at which the last begins
+        self.fill = np.full(shape, NEVER, dtype=np.float32)  # [set, q, d]
+        self.behind = np.zeros(shape, dtype=np.int8)  # the node of the stage behind
+        self.depth = np.zeros(shape, dtype=np.int16)  # its depth
 
     def best(self) -> tuple[float, tuple[int, ...], tuple[int, ...]] | None:
         """Return fill, nodes and places of the best plan."""
         chain = self.chain
-        first, _ = chain.first_stage(np.arange(chain.nodes), self.window)
+        last = chain.last_stage(chain.seconds, np.maximum(self.window, chain.room(0)))
         for node in range(chain.nodes):
-            self.fill[1 << node, node] = first[node]
+            self.fill[1 << node, node] = last[node]
         for size in range(2, min(chain.nodes, chain.problem.max_stages) + 1):
             sets = np.array([sum(1 << node for node in chosen) for chosen in combinations(range(chain.nodes), size)])
+            window = np.maximum(self.window, chain.room(size - 1))
             for node in range(chain.nodes):
-                self._enter(sets[(sets >> node) & 1 == 1], node)
+                self._enter(sets[(sets >> node) & 1 == 1], node, window[node])
         ends = self.fill[:, :, -1]
         at = int(ends.argmin())
         if ends.flat[at] >= NEVER / 2:
             return None
-        return float(ends.flat[at]), *self._back(at // chain.nodes, at % chain.nodes)
+        return float(ends.flat[at]), *self._follow(at // chain.nodes, at % chain.nodes)
 
-    def _enter(self, sets: Ints, node: int) -> None:
-        """Let `node` be the last of each of these sets, all of which hold it."""
+    def _enter(self, sets: Ints, node: int, window: Ints) -> None:
+        """Let `node` be the first of each of these sets, all of which hold it."""
         without = sets ^ (1 << node)
-        reach: Singles = self.fill[without] + self.link[:, node]  # [set, p, place]
-        before = reach.argmin(axis=1)
-        start = np.take_along_axis(reach, before[:, None], axis=1)[:, 0]
+        reach: Singles = self.fill[without] + self.link[:, node]  # [set, p, d]
+        behind = reach.argmin(axis=1)
+        start = np.take_along_axis(reach, behind[:, None], axis=1)[:, 0]
         seconds = self.chain.seconds[node]
-        value, origin = extend(start - seconds, np.broadcast_to(self.window[node], start.shape))
+        value, origin = extend(start - seconds, np.broadcast_to(window, start.shape))
         self.fill[sets, node] = np.minimum(value + seconds, NEVER)
-        self.start[sets, node] = origin
-        self.before[sets, node] = np.take_along_axis(before, np.maximum(origin, 0), axis=1)
+        self.depth[sets, node] = origin
+        self.behind[sets, node] = np.take_along_axis(behind, origin, axis=1)
 
-    def _back(self, nodes: int, last: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        place = self.chain.blocks
-        order, places = [last], [place]
-        while nodes != 1 << last:
-            start, before = int(self.start[nodes, last, place]), int(self.before[nodes, last, place])
-            nodes, last, place = nodes ^ (1 << last), before, start
-            order.append(last)
-            places.append(place)
-        return tuple(reversed(order)), (0, *reversed(places))
+    def _follow(self, nodes: int, first: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        depth, order, places = self.chain.blocks, [first], [0]
+        while nodes != 1 << first:
+            behind, before = int(self.behind[nodes, first, depth]), int(self.depth[nodes, first, depth])
+            nodes, first, depth = nodes ^ (1 << first), behind, before
+            order.append(first)
+            places.append(self.chain.blocks - depth)
+        return tuple(order), (*places, self.chain.blocks)

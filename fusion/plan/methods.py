@@ -14,12 +14,14 @@ from fusion.plan.codecs import NONE, Compression, PlanCodec, topk
 from fusion.plan.communities import communities
 from fusion.plan.cost import Arrangement, Problem
 from fusion.plan.exact import exact_plan
-from fusion.plan.layers import layered_plan
+from fusion.plan.layers import layered_plans
 from fusion.plan.relax import SLACK, relax, strength, with_topk
 from fusion.plan.search import Annealing, Effort
 
 METHODS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
 POOL = 96  #: nodes that the search looks at
+#: Micro-batches in flight more at each stage than at the next: room for slow links, 1F1B's own, and the least.
+SLOPES = (2.0, 1.0, 0.0)
 _FEW_NODES = 16
 
 Stop = Callable[[], bool]
@@ -99,28 +101,22 @@ def _ours(
     """The layered program over the most promising nodes, then the annealing from there and from `starts`."""
     if len(problem.network.flops) > POOL:
         return _on_pool(problem, ladder, starts, seed, out_of_time)
-    flights = problem.micro_batches
-    chain = Chain(problem, ladder, flights)
-    found = [chain.arrange(one.nodes, one.places) for one in starts]
-    found += _start(chain, found, out_of_time)
-    if chain.memory_binds and not problem.gpipe:  # with fewer micro-batches in flight, more fits
-        for fewer in dict.fromkeys((1, max(1, flights // 3))):
-            other = Chain(problem, ladder, fewer)
-            better = _start(other, found, out_of_time)
-            if better:
-                chain, found = other, found + better
-    if not found:
-        return None
-    few = len(problem.network.flops) <= _FEW_NODES
-    effort = Effort(24, 160) if few else Effort(16, 40)
-    return Annealing(chain, seed, effort, out_of_time).run(found)
-
-
-def _start(chain: Chain, found: Sequence[Arrangement], out_of_time: Stop) -> list[Arrangement]:
-    """Return the layered program's plan, if there is one that is better than all that are known."""
-    best_s = min((chain.problem.step_s(one) for one in found), default=np.inf)
-    better = layered_plan(chain, out_of_time, best_s)
-    return [] if better is None else [better]
+    found = [Chain(problem, ladder).arrange(one.nodes, one.places) for one in starts]
+    chains: list[Chain] = []  #: the most useful last
+    for slope in SLOPES:
+        chain = Chain(problem, ladder, slope)
+        best_s = min((problem.step_s(one) for one in found), default=np.inf)
+        better = layered_plans(chain, out_of_time, best_s)
+        chains.insert(len(chains) if better else 0, chain)
+        found = better + found
+        if problem.gpipe or not chain.memory_binds:
+            break
+    if len(problem.network.flops) > _FEW_NODES:
+        return Annealing(chains[-1], seed, Effort(16, 40), out_of_time).run(found)
+    for chain in chains:
+        best = Annealing(chain, seed, Effort(24, 120), out_of_time).run(found)
+        found = found if best is None else [best, *found]
+    return min(found, key=problem.step_s, default=None)
 
 
 def _on_pool(
@@ -167,10 +163,8 @@ def promising(problem: Problem, most: int, needed: Sequence[int] = ()) -> Ints:
 def _exact(
     problem: Problem, ladder: Sequence[PlanCodec], starts: Sequence[Arrangement], seed: int, out_of_time: Stop
 ) -> Arrangement | None:
-    """The optimum of the chain model, with as few micro-batches in flight as the best plan needs."""
+    """The optimum of the chain model, for the best of a few assumptions on micro-batches in flight."""
     del starts, seed
-    flights = problem.micro_batches
-    tries = (flights,) if problem.gpipe else dict.fromkeys((flights, max(1, flights // 3), 1))
-    found = [exact_plan(Chain(problem, ladder, fewer), out_of_time) for fewer in tries]
+    found = [exact_plan(Chain(problem, ladder, slope), out_of_time) for slope in SLOPES[: 1 if problem.gpipe else None]]
     fitting = [one for one in found if one is not None]
     return min(fitting, key=problem.step_s, default=None)

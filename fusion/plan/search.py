@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion.plan.batch import Costed, Order, cost_orders
-from fusion.plan.chain import NEVER, Chain
+from fusion.plan.batch import Costed, cost_orders
+from fusion.plan.chain import NEVER, Chain, Order
 from fusion.plan.cost import Arrangement
 
 _NEIGHBOURS = 12
@@ -42,7 +42,7 @@ class Annealing:
         self.chain, self.effort, self.out_of_time = chain, effort, out_of_time
         self.draw = np.random.default_rng(seed)
         self.max_stages = chain.problem.max_stages
-        self.exact = not chain.problem.is_chain
+        self.exact = not chain.problem.is_chain  #: whether the chain model's time must be checked
         self.best: Arrangement | None = None
         self.best_s = float("inf")
         self._neighbours = self._find_neighbours()
@@ -51,7 +51,7 @@ class Annealing:
         """Return the best arrangement found from `starts`, which are valid arrangements themselves."""
         if not starts:
             return None
-        states = [self._start(found) for found in starts]
+        states = [self._start(found) for found in starts[: self.effort.chains]]
         states = [states[index % len(states)] for index in range(self.effort.chains)]
         states = [_State(state.order, state.step_s, state.cap) for state in states]
         for number in range(self.effort.rounds):
@@ -67,6 +67,7 @@ class Annealing:
     def _start(self, found: Arrangement) -> _State:
         evaluation = self.chain.problem.evaluate(self.chain.arrange(found.nodes, found.places))
         state = _State(found.nodes, evaluation.step_s, self.chain.cap_of(evaluation.period_s))
+        self.exact |= evaluation.waits
         if evaluation.step_s < self.best_s:
             self.best_s, self.best = evaluation.step_s, self.chain.arrange(found.nodes, found.places)
         return state
@@ -113,7 +114,7 @@ class Annealing:
         share = chain.seconds[:, -1] / min(12, self.max_stages)
         out = float(np.median(chain.forward_out[1:-1])) if chain.blocks > 1 else 0.0
         back = float(np.median(chain.backward_out[1:-1])) if chain.blocks > 1 else 0.0
-        cost = share[None, :] + chain.transfer * out + chain.back * back + np.minimum(chain.delay, 1e6)
+        cost = share[None, :] + chain.there * out + chain.back * back + np.minimum(chain.delay, 1e6)
         np.fill_diagonal(cost, np.inf)
         return np.argsort(cost, axis=1, kind="stable")[:, :_NEIGHBOURS]
 

@@ -14,6 +14,7 @@ from fusion.wire.v1 import job_pb2, tensor_pb2
 Determinism = Literal["fast", "strict"]
 Precision = Literal["fp32", "bf16"]
 ScheduleName = Literal["1f1b", "gpipe"]
+PlannerName = Literal["fusion", "op-fence", "equal-number", "equal-compute", "exact"]
 OptimizerKind = Literal["adamw", "adam", "sgd"]
 
 #: Settings of each optimizer with their defaults, and the bytes of state that it keeps per fp32 parameter.
@@ -154,6 +155,8 @@ class JobSpec:
     threads: int = 0
     cuts: tuple[int, ...] = ()
     shuffle: bool = True
+    planner: PlannerName = "fusion"
+    replan: bool = True  #: let the coordinator move the running job to a plan that is clearly better
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Return the samples of each micro-batch: equal ones, and a smaller last one where it does not divide."""
@@ -200,6 +203,7 @@ def check_settings(job: JobSpec) -> None:
     _choice("determinism", job.determinism, get_args(Determinism))
     _choice("precision", job.precision, get_args(Precision))
     _choice("schedule", job.schedule, get_args(ScheduleName))
+    _choice("planner", job.planner, get_args(PlannerName))
     check_optimizer(job.optimizer)
     check_lr_schedule(job.lr_schedule, job.steps)
     check_data("data", job.data)
@@ -339,6 +343,8 @@ def job_to_proto(job: JobSpec) -> job_pb2.JobSpec:
         threads=job.threads,
         cuts=job.cuts,
         shuffle=job.shuffle,
+        planner=job.planner,
+        replan=job.replan,
     )
     if job.eval_data is not None:
         message.eval_data.CopyFrom(data_to_proto(job.eval_data))
@@ -377,6 +383,8 @@ def job_from_proto(message: job_pb2.JobSpec) -> JobSpec:
         threads=message.threads,
         cuts=tuple(message.cuts),
         shuffle=message.shuffle,
+        planner=message.planner or "fusion",  # type: ignore[arg-type]
+        replan=message.replan,
     )
     check_settings(job)
     return job

@@ -28,7 +28,9 @@ class Assignment:
 
 def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
     """Return the message for a plan."""
-    message = plan_pb2.Plan(epoch=plan.epoch, schedule=plan.schedule, micro_batches=plan.micro_batches)
+    message = plan_pb2.Plan(
+        epoch=plan.epoch, schedule=plan.schedule, micro_batches=plan.micro_batches, step_s=plan.step_s
+    )
     for stage in plan.stages:
         message.stages.add(
             node_id=stage.node,
@@ -41,9 +43,18 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
             forward_s=stage.forward_s,
             backward_s=stage.backward_s,
             incarnation=stage.incarnation,
+            memory_limit_bytes=stage.memory_limit_bytes,
+            in_flight=stage.in_flight,
         )
     for link in plan.links:
-        message.links.add(source=link.source, target=link.target, codec=link.codec, bytes_per_step=link.bytes_per_step)
+        message.links.add(
+            source=link.source,
+            target=link.target,
+            codec=link.codec,
+            bytes_per_step=link.bytes_per_step,
+            ratio=link.ratio,
+            seconds=link.seconds,
+        )
     return message
 
 
@@ -61,14 +72,23 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
             item.memory_bytes,
             item.forward_s,
             item.backward_s,
+            item.memory_limit_bytes,
+            item.in_flight,
         )
         for item in message.stages
     )
     links = tuple(
-        PlannedLink(StageIndex(item.source), StageIndex(item.target), item.codec, item.bytes_per_step)
+        PlannedLink(
+            StageIndex(item.source),
+            StageIndex(item.target),
+            item.codec,
+            item.bytes_per_step,
+            item.ratio or 1.0,
+            item.seconds,
+        )
         for item in message.links
     )
-    plan = Plan(Epoch(message.epoch), stages, links, message.schedule, message.micro_batches)
+    plan = Plan(Epoch(message.epoch), stages, links, message.schedule, message.micro_batches, message.step_s)
     _check_plan(plan)
     return plan
 

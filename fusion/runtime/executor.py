@@ -69,8 +69,12 @@ class ShardExecutor:
         seed: int = 0,
         precision: str = "fp32",
         draw_on_cpu: bool = False,
+        take_over: bool = False,
     ) -> None:
-        """`tensors` holds the shard's parameters, buffers and constants by name; they are copied to `device`."""
+        """`tensors` holds the shard's parameters, buffers and constants by name.
+
+        They are copied to `device`; with `take_over`, those that lie there already are used and changed as they are.
+        """
         self.graph = partition.graph
         self.stage = stage
         self.shard = partition.shards[stage]
@@ -84,7 +88,7 @@ class ShardExecutor:
         self.buffers: dict[str, torch.Tensor] = {}
         self._fixed: dict[int, torch.Tensor] = {}  #: what every run finds in its slots, by value or by use's key
         self._batch_size: ValueId | None = None
-        self._load(tensors)
+        self._load(tensors, copy=not take_over)
         uses = self._separate_uses(partition)
         positions = [*self.shard.recomputed, *range(self.shard.first_operator, self.shard.end_operator)]
         keep = [edge.value for edge in self.edges_out]
@@ -101,7 +105,7 @@ class ShardExecutor:
         self._anchor = torch.zeros((), requires_grad=True)
         self._live: dict[int, _Live] = {}
 
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _load(self, tensors: Mapping[str, torch.Tensor], copy: bool) -> None:
         for value in self.shard.inputs:
             source = self.graph.input_of[value]
             if source.kind is InputKind.BATCH:
@@ -112,7 +116,7 @@ class ShardExecutor:
                 continue
             if source.name not in tensors:
                 raise GraphError(f"{source.kind} {source.name!r} of stage {self.stage} is missing from the weights")
-            tensor = tensors[source.name].detach().to(self.device, copy=True)
+            tensor = tensors[source.name].detach().to(self.device, copy=copy)
             self._check_tensor(source.name, value, tensor)
             if source.kind is InputKind.PARAMETER:
                 tensor.requires_grad_(self.graph.values[value].requires_grad)

@@ -186,8 +186,7 @@ def combine(records: Mapping[StageIndex, StageRecord]) -> StepMetrics:
 def compute_settings(spec: JobSpec, device: str = "cpu") -> Iterator[None]:
     """Set torch's threads and determinism as the job asks, and put everything back as it was."""
     threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.get_deterministic_debug_mode()
     devices = [torch.device(device)] if device.startswith("cuda") else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -195,7 +194,7 @@ def compute_settings(spec: JobSpec, device: str = "cpu") -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(deterministic)
 
 
 def apply_settings(spec: JobSpec) -> None:
@@ -207,8 +206,8 @@ def apply_settings(spec: JobSpec) -> None:
     strict = spec.determinism == "strict"
     if spec.threads or strict:
         torch.set_num_threads(spec.threads or 1)
-    if strict or torch.are_deterministic_algorithms_enabled():  # the call alone imports torch's compiler: a second
-        torch.use_deterministic_algorithms(strict)
+    # As use_deterministic_algorithms(strict), which imports torch's compiler though: a second and 80 MB per worker.
+    torch.set_deterministic_debug_mode("error" if strict else "default")
     if strict:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False

@@ -33,6 +33,7 @@ METHOD_ROLES: dict[str, frozenset[Role]] = {
     "/fusion.wire.v1.NodeControl/Watch": _NODE,
     "/fusion.wire.v1.NodeControl/ReportStage": _NODE,
     "/fusion.wire.v1.NodeControl/ReportMetrics": _NODE,
+    "/fusion.wire.v1.NodeControl/ReportLinks": _NODE,
     "/fusion.wire.v1.NodeControl/ProbeReachability": _NODE,
     "/fusion.wire.v1.NodeControl/Renew": _NODE,
     "/fusion.wire.v1.NodeControl/Leave": _NODE,
@@ -46,9 +47,13 @@ METHOD_ROLES: dict[str, frozenset[Role]] = {
     "/fusion.wire.v1.Blobs/Get": _OWNERS | _NODE,
     "/fusion.wire.v1.Admin/CreateToken": _ADMIN,
     "/fusion.wire.v1.Admin/ListNodes": _OWNERS,
+    "/fusion.wire.v1.Admin/Cluster": _OWNERS,
     "/fusion.wire.v1.Admin/Revoke": _ADMIN,
     "/fusion.wire.v1.Admin/Info": _OWNERS | _NODE,
     "/fusion.wire.v1.Peer/Exchange": _NODE,
+    "/fusion.wire.v1.Probe/Ping": _NODE,
+    "/fusion.wire.v1.Probe/Upload": _NODE,
+    "/fusion.wire.v1.Probe/Download": _NODE,
 }
 
 ERROR_KEY = "fusion-error"  #: trailing metadata: the class of our error tree that a status stands for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class ReceiveCounters:
     messages: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0  #: frames, before TLS
+    bulk_bytes: int = 0  #: payload of whole messages that are not urgent
+    busy_s: float = 0.0  #: from each such message's header to its last byte
 
 
 @dataclass(slots=True)
@@ -49,6 +52,7 @@ class _Open:
     payload: memoryview
     urgent: bool
     cost: int  #: bytes of credit
+    began_s: float
     filled: int = 0
 
 
@@ -102,7 +106,7 @@ class Assembler:
         cost = 0 if message.urgent and size <= FREE_BYTES else size
         self._charge(cost, size, about)
         self._remember(header, about)
-        opened = _Open(message.message, about, header, _buffer(size), message.urgent, cost)
+        opened = _Open(message.message, about, header, _buffer(size), message.urgent, cost, time.monotonic())
         if size == 0:
             return self._arrived(opened)
         self._open[message.urgent] = opened
@@ -189,6 +193,9 @@ class Assembler:
     def _arrived(self, opened: _Open) -> Incoming:
         self.counters.messages += 1
         self.counters.payload_bytes += len(opened.payload)
+        if not opened.urgent:
+            self.counters.bulk_bytes += len(opened.payload)
+            self.counters.busy_s += time.monotonic() - opened.began_s
         return Incoming(
             source=StageIndex(self._session.source),
             header=opened.header,

@@ -136,7 +136,7 @@ def check_server(error: grpc.RpcError, what: str) -> None:
     details = str(error.details() if hasattr(error, "details") else error)
     if any(mark in details for mark in TLS_MISMATCH):
         raise AuthError(
-            f"{what}: a server answers whose certificate is not of your cluster; check the address and the credentials, "
+            f"{what}: the server has a certificate of another cluster; check the address and the credentials, "
             "or join again if the coordinator was set up anew"
         ) from error
 

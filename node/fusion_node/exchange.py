@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -94,6 +95,22 @@ class MessageReceiver:
             raise WireError(f"unknown codec {header.codec[:40]!r}")
         tensor = raw.decode(header.layout, message.payload, self._device)
         return Arrived(tensor, header.requires_grad, release=message.release)
+
+
+def window_bytes(parts: Partition, stage: StageIndex, least: int) -> int:
+    """Return how many payload bytes a peer may have under way to `stage`: all that one instruction waits for, at least.
+
+    A stage gives credit back as it uses messages, and uses those of an instruction together: with less, it would wait
+    for a value that waits for credit.
+    """
+    values, shard = parts.graph.values, parts.shards[stage]
+    together: Counter[tuple[str, StageIndex]] = Counter()
+    for edge in map(parts.edges.__getitem__, (*shard.incoming, *shard.outgoing)):
+        peer = edge.source if edge.target == stage else edge.target
+        together["values", peer] += values[edge.value].bytes
+    for index, use in all_uses(parts):
+        together["uses", use.stage] += values[parts.shared[index].value].bytes
+    return max(least, *together.values(), 0)
 
 
 class PayloadLimits:

@@ -65,6 +65,20 @@ class StageStateReport(msgspec.Struct, frozen=True, tag="state"):
     weights_size_bytes: Count = 0
 
 
+class Sending(msgspec.Struct, frozen=True):
+    """How long sending to one target stage took in one step."""
+
+    busy_s: float  #: with frames
+    blocked_s: float  #: a message waited for credit
+
+
+class Received(msgspec.Struct, frozen=True):
+    """What came from one source stage in one step, urgent messages left out."""
+
+    bytes: Count  #: payload
+    busy_s: float  #: from each message's header to its last byte
+
+
 class StepReport(msgspec.Struct, frozen=True, tag="step"):
     """What the stage did in one step; figures may be NaN or infinite."""
 
@@ -81,6 +95,8 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
     tokens: Count = 0
     sent: dict[Index, Count] = {}  #: payload bytes to each target stage
     peak_memory_bytes: Count = 0
+    sending: dict[Index, Sending] = {}  #: to each target stage
+    received: dict[Index, Received] = {}  #: from each source stage
 
 
 class LogEntry(msgspec.Struct, frozen=True, tag="log"):

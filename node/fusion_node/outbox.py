@@ -168,8 +168,15 @@ def step_message(stage: int, report: StepReport) -> node_pb2.StageStep:
         samples=report.samples,
         tokens=report.tokens,
         peak_memory_bytes=report.peak_memory_bytes,
-        sent=[node_pb2.LinkBytes(target=target, bytes=count) for target, count in sorted(report.sent.items())],
+        received=[
+            node_pb2.LinkReceived(source=source, bytes=one.bytes, busy_s=one.busy_s)
+            for source, one in sorted(report.received.items())
+        ],
     )
+    for target, count in sorted(report.sent.items()):
+        link = message.sent.add(target=target, bytes=count)
+        if target in report.sending:
+            link.sending_s, link.blocked_s = report.sending[target].busy_s, report.sending[target].blocked_s
     for name in ("loss", "eval_loss", "grad_norm"):
         value = getattr(report, name)
         if value is not None:

@@ -37,10 +37,12 @@ from fusion.security.roles import Access, Authorizer
 from fusion.security.tls import coordinator_server_name, server_credentials
 from fusion.transport.blobs import BlobClient
 from fusion.transport.channels import open_channel
+from fusion.transport.frames import DEFAULT_WINDOW_BYTES
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
-from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox
+from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
 from fusion_node.ipc import StepReport, WorkerChannel, WorkerConfig
+from fusion_node.linkmeter import LinkMeter
 from fusion_node.usage import peak_memory_bytes
 
 CONNECT_TIMEOUT_S = 120.0
@@ -88,6 +90,7 @@ class Worker:
         self._failure: FusionError | None = None
         self._finished = threading.Event()
         self._connecting: GrpcTransport | None = None
+        self._meter: LinkMeter | None = None
         self._passes = 0
         self._step = 0
 
@@ -140,8 +143,10 @@ class Worker:
             seed=job.seed,
             precision=job.precision,
             draw_on_cpu=job.determinism == "strict",
+            take_over=True,
         )
         transport = self._make_transport(parts)
+        self._meter = LinkMeter(transport.counters)
         schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)[stage]
         runner = StageRunner(
             job,
@@ -227,6 +232,7 @@ class Worker:
             incarnation=Incarnation(self._config.incarnation),
             peers=peers,
             limit=PayloadLimits(parts, stage),
+            window_bytes=window_bytes(parts, stage, DEFAULT_WINDOW_BYTES),
             routes=self._config.routes,
         )
 
@@ -267,7 +273,9 @@ class Worker:
         return self._stop_reason
 
     def _on_step(self, record: StageRecord) -> None:
+        assert self._meter is not None  # made with the transport
         self._step = record.step
+        sending, received = self._meter.step()
         self._channel.report(
             StepReport(
                 step=record.step,
@@ -283,6 +291,8 @@ class Worker:
                 tokens=record.tokens,
                 sent={int(target): count for target, count in record.sent_bytes.items()},
                 peak_memory_bytes=peak_memory_bytes(self._config.device),
+                sending=sending,
+                received=received,
             )
         )
 

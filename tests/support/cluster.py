@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +20,8 @@ from typing import Any
 import psutil
 
 import fusion
-from fusion.cli.democluster import DemoCluster
-from fusion.cli.helpers import Helper, Helpers, last_line
+from fusion.cli.democluster import DemoCluster, free_ports
+from fusion.cli.helpers import Helper, Helpers, last_line, run_once
 from fusion.job.client import Client
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -126,25 +127,11 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """Return every live process of this cluster, whoever its parent is by now."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("FUSION_HOME") == str(self.directory) and not _is_zombie(process):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return processes_of(self.directory)
 
     def worker_processes(self) -> list[psutil.Process]:
         """Return every live worker, also one whose daemon is gone."""
-        found = []
-        for process in self.processes():
-            try:
-                if is_worker(process):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return [process for process in self.processes() if is_worker(process)]
 
     def workers(self) -> dict[str, psutil.Process]:
         """Return the live workers, by the name of the node that started them."""
@@ -214,7 +201,7 @@ class Cluster:
     def node_states(self) -> dict[str, str]:
         """Return each node's state as the coordinator sees it."""
         with Client(self.address, self.directory / "coordinator" / "admin") as client:
-            stub: Any = coordinator_pb2_grpc.AdminStub(client.channel)
+            stub: Any = coordinator_pb2_grpc.AdminStub(client.channel)  # type: ignore[no-untyped-call]
             answer = stub.ListNodes(coordinator_pb2.ListNodesRequest(), timeout=30.0, wait_for_ready=True)
             return {node.name: node.state for node in answer.nodes}
 
@@ -224,31 +211,73 @@ class Cluster:
     def _last_words(self) -> str:
         return "; ".join(f"{name}: {last_line(helper.log)}" for name, helper in self.helpers.named.items())
 
-    # ---- commands ----
-
-    def command(self, module: str, *arguments: str, code: int = 0, home: Path | None = None) -> tuple[str, str]:
-        """Run `python -m module` as this cluster's owner to its end with `code`; return stdout and stderr."""
-        environment = self.environment | ({} if home is None else {"FUSION_HOME": str(home)})
-        return run_command(module, *arguments, code=code, environment=environment)
+    def command(self, module: str, *arguments: str) -> str:
+        """Run `python -m module` as this cluster's operator and owner to its end, and return its stdout."""
+        return run_once(module, module, arguments, self.environment)
 
 
-def run_command(
-    module: str, *arguments: str, environment: Mapping[str, str], code: int = 0, timeout_s: float = 120.0
-) -> tuple[str, str]:
-    """Run `python -m module` to its end; return stdout and stderr. Neither may hold a traceback."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    said = f"{module} {' '.join(arguments)} ended with {done.returncode}: {done.stdout}{done.stderr}"
-    assert done.returncode == code, said
-    assert "Traceback" not in done.stdout + done.stderr, said
-    return done.stdout, done.stderr
+class Machine:
+    """A machine of somebody who types commands: its FUSION_HOME, the installed programs, one service at a time."""
+
+    def __init__(self, home: Path, **variables: str) -> None:
+        self.home = home
+        self.environment = own_environment(home) | variables
+        self._log = home.with_suffix(".log")
+        self._service: subprocess.Popen[bytes] | None = None
+
+    def popen(self, program: str, *arguments: str) -> subprocess.Popen[str]:
+        """Start a program with pipes for what it says."""
+        pipe = subprocess.PIPE
+        command = [str(Path(sys.executable).with_name(program)), *arguments]
+        return subprocess.Popen(
+            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        )
+
+    def run(self, program: str, *arguments: str, code: int = 0) -> str:
+        """Run a program to its end with exit code `code`; return its stdout."""
+        return self._run(program, *arguments, code=code)[0]
+
+    def fails(self, program: str, *arguments: str, code: int) -> str:
+        """Run a program that fails with `code` and says so on stderr alone; return that."""
+        out, err = self._run(program, *arguments, code=code)
+        assert out == ""
+        return err
+
+    def _run(self, program: str, *arguments: str, code: int) -> tuple[str, str]:
+        with self.popen(program, *arguments) as process:
+            out, err = process.communicate(timeout=120)
+        said = f"{program} {' '.join(arguments)} ended with {process.returncode}: {out}{err}"
+        assert process.returncode == code, said
+        assert "Traceback" not in out + err, said
+        return out, err
+
+    def start(self, program: str, *arguments: str) -> None:
+        """Start the service of this machine; what it says goes to its log."""
+        command = [str(Path(sys.executable).with_name(program)), *arguments]
+        with self._log.open("ab") as log:
+            self._service = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def stop(self) -> int:
+        """End the service with SIGTERM; return its exit code."""
+        if self._service is None:
+            return 0
+        self._service.send_signal(signal.SIGTERM)
+        try:
+            return self._service.wait(20)
+        except subprocess.TimeoutExpired:
+            self._service.kill()
+            return self._service.wait(10)
+
+    def process(self) -> psutil.Process:
+        """Return the service's process."""
+        assert self._service is not None
+        return psutil.Process(self._service.pid)
+
+    def log(self) -> str:
+        """Return what the service has said."""
+        return self._log.read_text("utf-8", "replace")
 
 
 def eventually(condition: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
@@ -268,9 +297,25 @@ def within(seconds: float, what: str) -> Iterator[None]:
     assert took_s < seconds, f"{what} took {took_s:.1f} s, must be below {seconds:.0f} s"
 
 
+def processes_of(directory: Path) -> list[psutil.Process]:
+    """Return every live process whose FUSION_HOME is `directory` or lies in it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            home = process.environ().get("FUSION_HOME")
+            if home and Path(home).is_relative_to(directory) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
 def is_worker(process: psutil.Process) -> bool:
-    """Whether a process is a node's worker."""
-    return "fusion_node.worker" in process.cmdline()
+    """Whether a process is a node's worker; one that has just ended is none."""
+    try:
+        return "fusion_node.worker" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 def command_line(process: psutil.Process) -> str:
@@ -295,11 +340,20 @@ def has_loaded(process: psutil.Process, library: str) -> bool:
     return any(library in mapping.path for mapping in process.memory_maps())
 
 
-def _is_zombie(process: psutil.Process) -> bool:
-    return process.status() == psutil.STATUS_ZOMBIE
-
-
 def own_environment(home: Path) -> dict[str, str]:
     """Return an environment for commands with a FUSION_HOME of their own and nothing else of ours."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FUSION_")}
     return kept | {"FUSION_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def neighbouring_ports(count: int) -> list[int]:
+    """Return `count` ports in a row that nobody uses at the moment."""
+    while True:
+        first = free_ports(1)[0]
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as tried:
+                    tried.bind(("127.0.0.1", port))
+        except (OSError, OverflowError):
+            continue
+        return list(range(first, first + count))

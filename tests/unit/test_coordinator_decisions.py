@@ -170,7 +170,10 @@ def test_a_restarted_node_takes_its_job_down_by_name():
     events, _ = nodes.register(BASE, present(watching=False), asked(), 100.0, 0.0, SETTINGS)
     state = apply_all(events, BASE)
     assert state.jobs[JOB].state is JobState.FAILED
-    assert state.jobs[JOB].reason == "node a (stage 0) was lost: it started anew"
+    assert (
+        state.jobs[JOB].reason
+        == "node a (stage 0) was lost: it registered anew, after a restart or too long without contact"
+    )
 
 
 def test_a_lease_ends_at_its_time_and_not_before():

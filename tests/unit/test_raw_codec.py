@@ -64,6 +64,13 @@ def test_encoding_a_dense_tensor_copies_nothing() -> None:
     assert bytes(payload)[:4] == b"\x00\x00\x80?"
 
 
+def test_a_tensor_whose_elements_overlap_travels_and_arrives_dense() -> None:
+    windows = torch.arange(6.0).unfold(0, 3, 1)
+    layout, payload = encode(windows)
+    assert layout.strides == (3, 1)
+    assert torch.equal(decode(layout, payload), windows)
+
+
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
@@ -76,6 +83,8 @@ def test_encoding_a_dense_tensor_copies_nothing() -> None:
         (TensorLayout("float32", (2,), (100,)), 8),
         (TensorLayout("float32", (1,) * 17, (1,) * 17), 4),
         (TensorLayout("float32", (2,), (1,), 64), 8),
+        (TensorLayout("float32", (4, 4), (1, 1)), 64),
+        (TensorLayout("float32", (2, 3), (2, 1)), 24),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(layout: TensorLayout, size: int) -> None:

@@ -66,7 +66,8 @@ def register(
     if old is not None and old.state is NodeState.MEMBER:
         if _holds(old, presence, now_s, settings) and (presence is None or _elsewhere(old, presence, asked)):
             raise RefusalError(grpc.StatusCode.ALREADY_EXISTS, StateError(_copied(old, presence, now_s, settings)))
-        events += end_jobs_of(state, old.node, old.incarnation, "it started anew", wall_s)
+        why = "it registered anew, after a restart or too long without contact"
+        events += end_jobs_of(state, old.node, old.incarnation, why, wall_s)
     incarnation = state.incarnation + 1
     events.append(
         NodeRegistered(wall_s, asked.node, asked.name, asked.address, asked.seen_host, asked.hardware, incarnation)

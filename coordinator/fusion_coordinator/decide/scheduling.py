@@ -81,8 +81,10 @@ def waits_for_nodes(state: State, remarks: list[str]) -> str:
     if remarks:
         return f"no idle node fits: {'; '.join(remarks)}"
     members = sum(node.state is NodeState.MEMBER for node in state.nodes.values())
-    if not members:
+    if not state.nodes:
         return "no node has joined yet; 'fusion-coordinator token create' makes a join string for one"
+    if not members:
+        return "no node is here, all have left or were lost; start one with 'fusion-node start'"
     return f"all {members} nodes are busy or out of contact"
 
 

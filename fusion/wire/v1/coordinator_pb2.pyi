@@ -559,6 +559,141 @@ class ListNodesResponse(google.protobuf.message.Message):
 Global___ListNodesResponse: typing_extensions.TypeAlias = ListNodesResponse
 
 @typing.final
+class ClusterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ClusterRequest: typing_extensions.TypeAlias = ClusterRequest
+
+@typing.final
+class ClusterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
+    SITE_LINKS_FIELD_NUMBER: builtins.int
+    DEFAULT_LINK_FIELD_NUMBER: builtins.int
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClusterNode]:
+        """that are in contact, training or not"""
+
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClusterLink]:
+        """between nodes, by id"""
+
+    @property
+    def site_links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClusterLink]:
+        """between sites, by name; and within each"""
+
+    @property
+    def default_link(self) -> Global___ClusterLink:
+        """where nothing is known"""
+
+    def __init__(
+        self,
+        *,
+        nodes: collections.abc.Iterable[Global___ClusterNode] | None = ...,
+        links: collections.abc.Iterable[Global___ClusterLink] | None = ...,
+        site_links: collections.abc.Iterable[Global___ClusterLink] | None = ...,
+        default_link: Global___ClusterLink | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["default_link", b"default_link"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["default_link", b"default_link", "links", b"links", "nodes", b"nodes", "site_links", b"site_links"]) -> None: ...
+
+Global___ClusterResponse: typing_extensions.TypeAlias = ClusterResponse
+
+@typing.final
+class ClusterNode(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class EfficiencyEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    FLOPS_FIELD_NUMBER: builtins.int
+    SITE_FIELD_NUMBER: builtins.int
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
+    EFFICIENCY_FIELD_NUMBER: builtins.int
+    IDLE_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    name: builtins.str
+    address: builtins.str
+    incarnation: builtins.int
+    memory_bytes: builtins.int
+    flops: builtins.float
+    site: builtins.str
+    bytes_per_s: builtins.float
+    """memory traffic; 0: in proportion to flops"""
+    idle: builtins.bool
+    @property
+    def efficiency(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """by kind of operator"""
+
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        name: builtins.str = ...,
+        address: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        memory_bytes: builtins.int = ...,
+        flops: builtins.float = ...,
+        site: builtins.str = ...,
+        bytes_per_s: builtins.float = ...,
+        efficiency: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        idle: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes_per_s", b"bytes_per_s", "efficiency", b"efficiency", "flops", b"flops", "idle", b"idle", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "name", b"name", "node_id", b"node_id", "site", b"site"]) -> None: ...
+
+Global___ClusterNode: typing_extensions.TypeAlias = ClusterNode
+
+@typing.final
+class ClusterLink(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    RATE_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    DELAY_S_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    target: builtins.str
+    rate_bytes_per_s: builtins.float
+    """0: they cannot connect"""
+    delay_s: builtins.float
+    """one way"""
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        target: builtins.str = ...,
+        rate_bytes_per_s: builtins.float = ...,
+        delay_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["delay_s", b"delay_s", "rate_bytes_per_s", b"rate_bytes_per_s", "source", b"source", "target", b"target"]) -> None: ...
+
+Global___ClusterLink: typing_extensions.TypeAlias = ClusterLink
+
+@typing.final
 class RevokeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

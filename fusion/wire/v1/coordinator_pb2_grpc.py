@@ -436,7 +436,7 @@ class Blobs(object):
 
 
 class AdminStub(object):
-    """The operator of the cluster. Role: admin; ListNodes also owner.
+    """The operator of the cluster. Role: admin; ListNodes, Cluster and Info also owner.
     """
 
     def __init__(self, channel):
@@ -455,6 +455,11 @@ class AdminStub(object):
                 request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
+        self.Cluster = channel.unary_unary(
+                '/fusion.wire.v1.Admin/Cluster',
+                request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ClusterRequest.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ClusterResponse.FromString,
+                _registered_method=True)
         self.Revoke = channel.unary_unary(
                 '/fusion.wire.v1.Admin/Revoke',
                 request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.RevokeRequest.SerializeToString,
@@ -468,7 +473,7 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """The operator of the cluster. Role: admin; ListNodes also owner.
+    """The operator of the cluster. Role: admin; ListNodes, Cluster and Info also owner.
     """
 
     def CreateToken(self, request, context):
@@ -479,6 +484,13 @@ class AdminServicer(object):
 
     def ListNodes(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cluster(self, request, context):
+        """as planners see it
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -508,6 +520,11 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListNodesRequest.FromString,
                     response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListNodesResponse.SerializeToString,
             ),
+            'Cluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cluster,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ClusterRequest.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ClusterResponse.SerializeToString,
+            ),
             'Revoke': grpc.unary_unary_rpc_method_handler(
                     servicer.Revoke,
                     request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.RevokeRequest.FromString,
@@ -527,7 +544,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """The operator of the cluster. Role: admin; ListNodes also owner.
+    """The operator of the cluster. Role: admin; ListNodes, Cluster and Info also owner.
     """
 
     @staticmethod
@@ -574,6 +591,33 @@ class Admin(object):
             '/fusion.wire.v1.Admin/ListNodes',
             fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListNodesRequest.SerializeToString,
             fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.Admin/Cluster',
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.ClusterRequest.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.ClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

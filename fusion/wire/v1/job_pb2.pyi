@@ -48,6 +48,8 @@ class JobSpec(google.protobuf.message.Message):
     THREADS_FIELD_NUMBER: builtins.int
     CUTS_FIELD_NUMBER: builtins.int
     SHUFFLE_FIELD_NUMBER: builtins.int
+    PLANNER_FIELD_NUMBER: builtins.int
+    REPLAN_FIELD_NUMBER: builtins.int
     name: builtins.str
     eval_every_steps: builtins.int
     """0: never"""
@@ -74,6 +76,10 @@ class JobSpec(google.protobuf.message.Message):
     threads: builtins.int
     """compute threads of every worker; 0: each node's own choice"""
     shuffle: builtins.bool
+    planner: builtins.str
+    """"fusion" (also if empty), "op-fence", "equal-number", "equal-compute" or "exact" """
+    replan: builtins.bool
+    """move the running job when another plan is clearly better"""
     @property
     def graph(self) -> fusion.wire.v1.tensor_pb2.BlobRef:
         """a serialised Graph"""
@@ -124,9 +130,11 @@ class JobSpec(google.protobuf.message.Message):
         threads: builtins.int = ...,
         cuts: collections.abc.Iterable[builtins.int] | None = ...,
         shuffle: builtins.bool = ...,
+        planner: builtins.str = ...,
+        replan: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["data", b"data", "eval_data", b"eval_data", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "optimizer", b"optimizer", "weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "cuts", b"cuts", "data", b"data", "determinism", b"determinism", "eval_batches", b"eval_batches", "eval_data", b"eval_data", "eval_every_steps", b"eval_every_steps", "grad_clip", b"grad_clip", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "max_stages", b"max_stages", "micro_batches", b"micro_batches", "name", b"name", "optimizer", b"optimizer", "precision", b"precision", "schedule", b"schedule", "seed", b"seed", "shuffle", b"shuffle", "steps", b"steps", "threads", b"threads", "torch_version", b"torch_version", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "cuts", b"cuts", "data", b"data", "determinism", b"determinism", "eval_batches", b"eval_batches", "eval_data", b"eval_data", "eval_every_steps", b"eval_every_steps", "grad_clip", b"grad_clip", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "max_stages", b"max_stages", "micro_batches", b"micro_batches", "name", b"name", "optimizer", b"optimizer", "planner", b"planner", "precision", b"precision", "replan", b"replan", "schedule", b"schedule", "seed", b"seed", "shuffle", b"shuffle", "steps", b"steps", "threads", b"threads", "torch_version", b"torch_version", "weights", b"weights"]) -> None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
 

@@ -222,6 +222,7 @@ class Command(google.protobuf.message.Message):
     ASSIGN_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
+    PROBE_FIELD_NUMBER: builtins.int
     @property
     def assign(self) -> fusion.wire.v1.plan_pb2.Assignment: ...
     @property
@@ -230,16 +231,19 @@ class Command(google.protobuf.message.Message):
     def ping(self) -> Global___Ping:
         """sent at once and then regularly, so that a dead stream is noticed"""
 
+    @property
+    def probe(self) -> Global___ProbeOrder: ...
     def __init__(
         self,
         *,
         assign: fusion.wire.v1.plan_pb2.Assignment | None = ...,
         stop: Global___StopWorker | None = ...,
         ping: Global___Ping | None = ...,
+        probe: Global___ProbeOrder | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "ping", b"ping", "stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "ping", b"ping", "stop", b"stop"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "ping", b"ping", "probe", b"probe", "stop", b"stop"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "ping", b"ping", "probe", b"probe", "stop", b"stop"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
 
@@ -273,6 +277,124 @@ class Ping(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___Ping: typing_extensions.TypeAlias = Ping
+
+@typing.final
+class ProbeOrder(google.protobuf.message.Message):
+    """Measure the links to some nodes, or be measured by some."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TARGETS_FIELD_NUMBER: builtins.int
+    CALLERS_FIELD_NUMBER: builtins.int
+    @property
+    def targets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ProbeTarget]:
+        """to dial, one after the other"""
+
+    @property
+    def callers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """nodes that will dial: let them in for a minute"""
+
+    def __init__(
+        self,
+        *,
+        targets: collections.abc.Iterable[Global___ProbeTarget] | None = ...,
+        callers: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["callers", b"callers", "targets", b"targets"]) -> None: ...
+
+Global___ProbeOrder: typing_extensions.TypeAlias = ProbeOrder
+
+@typing.final
+class ProbeTarget(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    address: builtins.str
+    """host:port of its data plane"""
+    bytes: builtins.int
+    """to send each way, at most 4 MiB; 0: only the round trip"""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        address: builtins.str = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes", b"bytes", "node_id", b"node_id"]) -> None: ...
+
+Global___ProbeTarget: typing_extensions.TypeAlias = ProbeTarget
+
+@typing.final
+class LinksReport(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.int
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LinkReport]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.int = ...,
+        links: collections.abc.Iterable[Global___LinkReport] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "links", b"links"]) -> None: ...
+
+Global___LinksReport: typing_extensions.TypeAlias = LinksReport
+
+@typing.final
+class LinkReport(google.protobuf.message.Message):
+    """What the reporting node found when it dialled another."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    REACHABLE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: builtins.int
+    THERE_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    BACK_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    """of the one that was dialled"""
+    reachable: builtins.bool
+    reason: builtins.str
+    """one line: why it was not"""
+    round_trip_s: builtins.float
+    there_bytes_per_s: builtins.float
+    """goodput to it, measured by it; 0: not measured"""
+    back_bytes_per_s: builtins.float
+    """goodput from it"""
+    bytes: builtins.int
+    """that were sent each way"""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        reachable: builtins.bool = ...,
+        reason: builtins.str = ...,
+        round_trip_s: builtins.float = ...,
+        there_bytes_per_s: builtins.float = ...,
+        back_bytes_per_s: builtins.float = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["back_bytes_per_s", b"back_bytes_per_s", "bytes", b"bytes", "node_id", b"node_id", "reachable", b"reachable", "reason", b"reason", "round_trip_s", b"round_trip_s", "there_bytes_per_s", b"there_bytes_per_s"]) -> None: ...
+
+Global___LinkReport: typing_extensions.TypeAlias = LinkReport
+
+@typing.final
+class LinksReportResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___LinksReportResponse: typing_extensions.TypeAlias = LinksReportResponse
 
 @typing.final
 class StageReport(google.protobuf.message.Message):
@@ -353,6 +475,7 @@ class StageStep(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     SENT_FIELD_NUMBER: builtins.int
     PEAK_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    RECEIVED_FIELD_NUMBER: builtins.int
     stage: builtins.int
     step: builtins.int
     """from 1"""
@@ -372,6 +495,8 @@ class StageStep(google.protobuf.message.Message):
     peak_memory_bytes: builtins.int
     @property
     def sent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LinkBytes]: ...
+    @property
+    def received(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LinkReceived]: ...
     def __init__(
         self,
         *,
@@ -389,9 +514,10 @@ class StageStep(google.protobuf.message.Message):
         tokens: builtins.int = ...,
         sent: collections.abc.Iterable[Global___LinkBytes] | None = ...,
         peak_memory_bytes: builtins.int = ...,
+        received: collections.abc.Iterable[Global___LinkReceived] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "_grad_norm", b"_grad_norm", "_loss", b"_loss", "eval_loss", b"eval_loss", "grad_norm", b"grad_norm", "loss", b"loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "_grad_norm", b"_grad_norm", "_loss", b"_loss", "compute_s", b"compute_s", "eval_loss", b"eval_loss", "grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "loss", b"loss", "peak_memory_bytes", b"peak_memory_bytes", "samples", b"samples", "sent", b"sent", "skipped", b"skipped", "stage", b"stage", "step", b"step", "step_s", b"step_s", "tokens", b"tokens", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "_grad_norm", b"_grad_norm", "_loss", b"_loss", "compute_s", b"compute_s", "eval_loss", b"eval_loss", "grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "loss", b"loss", "peak_memory_bytes", b"peak_memory_bytes", "received", b"received", "samples", b"samples", "sent", b"sent", "skipped", b"skipped", "stage", b"stage", "step", b"step", "step_s", b"step_s", "tokens", b"tokens", "wait_s", b"wait_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_loss", b"_eval_loss"]) -> typing.Literal["eval_loss"] | None: ...
     @typing.overload
@@ -407,17 +533,48 @@ class LinkBytes(google.protobuf.message.Message):
 
     TARGET_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    SENDING_S_FIELD_NUMBER: builtins.int
+    BLOCKED_S_FIELD_NUMBER: builtins.int
     target: builtins.int
     bytes: builtins.int
+    sending_s: builtins.float
+    """the link was busy with a frame"""
+    blocked_s: builtins.float
+    """a message waited for credit"""
     def __init__(
         self,
         *,
         target: builtins.int = ...,
         bytes: builtins.int = ...,
+        sending_s: builtins.float = ...,
+        blocked_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocked_s", b"blocked_s", "bytes", b"bytes", "sending_s", b"sending_s", "target", b"target"]) -> None: ...
 
 Global___LinkBytes: typing_extensions.TypeAlias = LinkBytes
+
+@typing.final
+class LinkReceived(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    BUSY_S_FIELD_NUMBER: builtins.int
+    source: builtins.int
+    bytes: builtins.int
+    """payload of whole messages that are not urgent"""
+    busy_s: builtins.float
+    """from each one's header to its last byte"""
+    def __init__(
+        self,
+        *,
+        source: builtins.int = ...,
+        bytes: builtins.int = ...,
+        busy_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "source", b"source"]) -> None: ...
+
+Global___LinkReceived: typing_extensions.TypeAlias = LinkReceived
 
 @typing.final
 class LogLine(google.protobuf.message.Message):

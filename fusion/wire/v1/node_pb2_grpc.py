@@ -60,6 +60,11 @@ class NodeControlStub(object):
                 request_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.MetricsReport.SerializeToString,
                 response_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.MetricsReportResponse.FromString,
                 _registered_method=True)
+        self.ReportLinks = channel.unary_unary(
+                '/fusion.wire.v1.NodeControl/ReportLinks',
+                request_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.LinksReport.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.LinksReportResponse.FromString,
+                _registered_method=True)
         self.ProbeReachability = channel.unary_unary(
                 '/fusion.wire.v1.NodeControl/ProbeReachability',
                 request_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.ProbeRequest.SerializeToString,
@@ -112,6 +117,12 @@ class NodeControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportLinks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ProbeReachability(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -157,6 +168,11 @@ def add_NodeControlServicer_to_server(servicer, server):
                     servicer.ReportMetrics,
                     request_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.MetricsReport.FromString,
                     response_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.MetricsReportResponse.SerializeToString,
+            ),
+            'ReportLinks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportLinks,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.LinksReport.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.LinksReportResponse.SerializeToString,
             ),
             'ProbeReachability': grpc.unary_unary_rpc_method_handler(
                     servicer.ProbeReachability,
@@ -310,6 +326,33 @@ class NodeControl(object):
             '/fusion.wire.v1.NodeControl/ReportMetrics',
             fusion_dot_wire_dot_v1_dot_node__pb2.MetricsReport.SerializeToString,
             fusion_dot_wire_dot_v1_dot_node__pb2.MetricsReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportLinks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.NodeControl/ReportLinks',
+            fusion_dot_wire_dot_v1_dot_node__pb2.LinksReport.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_node__pb2.LinksReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,10 +29,13 @@ class Plan(google.protobuf.message.Message):
     LINKS_FIELD_NUMBER: builtins.int
     SCHEDULE_FIELD_NUMBER: builtins.int
     MICRO_BATCHES_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     schedule: builtins.str
     """"1f1b" or "gpipe" """
     micro_batches: builtins.int
+    step_s: builtins.float
+    """estimated; 0: not"""
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Stage]: ...
     @property
@@ -45,8 +48,9 @@ class Plan(google.protobuf.message.Message):
         links: collections.abc.Iterable[Global___Link] | None = ...,
         schedule: builtins.str = ...,
         micro_batches: builtins.int = ...,
+        step_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "links", b"links", "micro_batches", b"micro_batches", "schedule", b"schedule", "stages", b"stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "links", b"links", "micro_batches", b"micro_batches", "schedule", b"schedule", "stages", b"stages", "step_s", b"step_s"]) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
 
@@ -64,6 +68,8 @@ class Stage(google.protobuf.message.Message):
     FORWARD_S_FIELD_NUMBER: builtins.int
     BACKWARD_S_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    IN_FLIGHT_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     node_name: builtins.str
     address: builtins.str
@@ -79,6 +85,10 @@ class Stage(google.protobuf.message.Message):
     """estimated, per micro-batch"""
     backward_s: builtins.float
     incarnation: builtins.int
+    memory_limit_bytes: builtins.int
+    """what its node lets the job use"""
+    in_flight: builtins.int
+    """micro-batches that it holds at once; 0: as the schedule's name says"""
     def __init__(
         self,
         *,
@@ -92,8 +102,10 @@ class Stage(google.protobuf.message.Message):
         forward_s: builtins.float = ...,
         backward_s: builtins.float = ...,
         incarnation: builtins.int = ...,
+        memory_limit_bytes: builtins.int = ...,
+        in_flight: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "backward_s", b"backward_s", "end_operator", b"end_operator", "first_operator", b"first_operator", "forward_s", b"forward_s", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "node_id", b"node_id", "node_name", b"node_name", "parameters", b"parameters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "backward_s", b"backward_s", "end_operator", b"end_operator", "first_operator", b"first_operator", "forward_s", b"forward_s", "in_flight", b"in_flight", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "node_id", b"node_id", "node_name", b"node_name", "parameters", b"parameters"]) -> None: ...
 
 Global___Stage: typing_extensions.TypeAlias = Stage
 
@@ -107,12 +119,18 @@ class Link(google.protobuf.message.Message):
     TARGET_FIELD_NUMBER: builtins.int
     CODEC_FIELD_NUMBER: builtins.int
     BYTES_PER_STEP_FIELD_NUMBER: builtins.int
+    RATIO_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
     source: builtins.int
     target: builtins.int
     codec: builtins.str
     """"none" """
     bytes_per_step: builtins.int
     """estimated, before the codec"""
+    ratio: builtins.float
+    """of the codec; 0 means 1"""
+    seconds: builtins.float
+    """estimated, per micro-batch; 0: not"""
     def __init__(
         self,
         *,
@@ -120,8 +138,10 @@ class Link(google.protobuf.message.Message):
         target: builtins.int = ...,
         codec: builtins.str = ...,
         bytes_per_step: builtins.int = ...,
+        ratio: builtins.float = ...,
+        seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_per_step", b"bytes_per_step", "codec", b"codec", "source", b"source", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_step", b"bytes_per_step", "codec", b"codec", "ratio", b"ratio", "seconds", b"seconds", "source", b"source", "target", b"target"]) -> None: ...
 
 Global___Link: typing_extensions.TypeAlias = Link
 

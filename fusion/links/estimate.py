@@ -1,0 +1,114 @@
+"""Figures of one directed link from noisy samples, each of which may have met a busy moment.
+
+What disturbs a measurement nearly always makes it slower: a sample is a lower bound of what the link can do. So goodput
+is one of the highest of the last samples, and the round trip the shortest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+RATES_KEPT = 8
+ROUND_TRIPS_KEPT = 3  #: each is the shortest of several already
+LEAST_TRANSFER_BYTES = 64 * 1024  #: less says little of a rate
+LEAST_BUSY_S = 0.005  #: a shorter transfer shows only what the link can do at least
+_LEAST_HALF_S = 0.02  #: what comes within less may have waited in a buffer
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEstimate:
+    """A directed link as far as it is known."""
+
+    rate_bytes_per_s: float  #: goodput
+    round_trip_s: float
+
+
+def goodput(arrivals: Sequence[tuple[float, int]]) -> float:
+    """Return bytes per second of a burst as its receiver saw it: (seconds, bytes) of each piece, in order.
+
+    The first piece only starts the clock. The second half counts alone where it was faster, because a connection takes
+    a while to come up to speed. 0 where there are not two pieces with time between them.
+    """
+    if len(arrivals) < 2 or arrivals[-1][0] <= arrivals[0][0]:
+        return 0.0
+    whole = _rate(arrivals)
+    half = arrivals[len(arrivals) // 2 :]
+    if len(half) < 2 or half[-1][0] - half[0][0] < _LEAST_HALF_S:
+        return whole
+    return max(whole, _rate(half))
+
+
+def _rate(arrivals: Sequence[tuple[float, int]]) -> float:
+    return sum(count for _, count in arrivals[1:]) / (arrivals[-1][0] - arrivals[0][0])
+
+
+def robust_rate(samples: Sequence[float]) -> float:
+    """Return the highest of up to three samples, the second highest of up to seven, the third highest of eight.
+
+    One slow sample changes nothing; neither does one fast sample of four or more; and a link that has become slower is
+    found out after at most six samples.
+    """
+    return sorted(samples, reverse=True)[len(samples) // 4]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord:
+    """All that is remembered of one directed link, and of dialling along it. Every change makes a new record."""
+
+    rates: tuple[float, ...] = ()  #: the last ones, oldest first
+    round_trips_s: tuple[float, ...] = ()
+    probe_bytes: int = 0  #: of the last probe of its goodput
+    measured_s: float = 0.0  #: when its goodput was last measured, in whichever way
+    dialled_s: float | None = None  #: when the source last dialled the target
+    failures: int = 0  #: of dialling, in a row
+    reason: str = ""  #: of the last failure
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """Goodput; 0 where nothing was measured."""
+        return robust_rate(self.rates) if self.rates else 0.0
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """The shortest of the last round trips."""
+        return min(self.round_trips_s, default=None)
+
+    @property
+    def estimate(self) -> LinkEstimate | None:
+        """Both figures, where both are known."""
+        if not self.rates or not self.round_trips_s:
+            return None
+        return LinkEstimate(self.rate_bytes_per_s, min(self.round_trips_s))
+
+    @property
+    def absent(self) -> bool:
+        """Whether the source cannot connect to the target: it failed twice in a row, or the only time it tried."""
+        return self.failures >= 2 or (self.failures > 0 and not self.round_trips_s)
+
+    def with_rate(self, rate_bytes_per_s: float, now_s: float, probe_bytes: int | None = None) -> LinkRecord:
+        """Return the record with one more sample of the goodput."""
+        rates = (*self.rates, rate_bytes_per_s)[-RATES_KEPT:]
+        size = self.probe_bytes if probe_bytes is None else probe_bytes
+        return replace(self, rates=rates, measured_s=now_s, probe_bytes=size)
+
+    def with_round_trip(self, round_trip_s: float) -> LinkRecord:
+        """Return the record with one more round trip."""
+        return replace(self, round_trips_s=(*self.round_trips_s, round_trip_s)[-ROUND_TRIPS_KEPT:])
+
+    def with_transfer(self, count: int, busy_s: float, now_s: float) -> LinkRecord:
+        """Return the record after a real transfer of `count` bytes during which the receiver was busy for `busy_s`."""
+        if count < LEAST_TRANSFER_BYTES or busy_s < 0:
+            return self
+        rate = count / max(busy_s, LEAST_BUSY_S)
+        if busy_s < LEAST_BUSY_S and rate <= self.rate_bytes_per_s:
+            return self
+        return self.with_rate(rate, now_s)
+
+    def dialled(self, now_s: float) -> LinkRecord:
+        """Return the record after the target has answered."""
+        return replace(self, dialled_s=now_s, failures=0, reason="")
+
+    def refused(self, reason: str, now_s: float) -> LinkRecord:
+        """Return the record after the target could not be reached."""
+        return replace(self, dialled_s=now_s, failures=self.failures + 1, reason=reason)
