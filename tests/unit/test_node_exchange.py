@@ -1,4 +1,4 @@
-"""Between a stage and its transport: windows that cannot starve an instruction, limits by the graph, words for errors."""
+"""Between a stage and its transport: windows that starve no instruction, limits by the graph, words for errors."""
 
 from __future__ import annotations
 
