@@ -16,10 +16,20 @@ from fusion.security.ca import CertificateAuthority
 from fusion.security.credentials import Role
 from fusion.security.roles import METHOD_ROLES, Access, Authorizer
 from fusion.security.tls import channel_credentials, node_server_name, server_credentials
-from fusion.wire.v1 import coordinator_pb2, enrolment_pb2, graph_pb2, job_pb2, node_pb2, peer_pb2, plan_pb2, tensor_pb2
+from fusion.wire.v1 import (
+    coordinator_pb2,
+    enrolment_pb2,
+    graph_pb2,
+    job_pb2,
+    node_pb2,
+    peer_pb2,
+    plan_pb2,
+    probe_pb2,
+    tensor_pb2,
+)
 
 CLUSTER = ClusterId("abcdefghij")
-FILES = (coordinator_pb2, enrolment_pb2, graph_pb2, job_pb2, node_pb2, peer_pb2, plan_pb2, tensor_pb2)
+FILES = (coordinator_pb2, enrolment_pb2, graph_pb2, job_pb2, node_pb2, peer_pb2, plan_pb2, probe_pb2, tensor_pb2)
 
 
 def all_methods():
