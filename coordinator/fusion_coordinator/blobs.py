@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import grpc
@@ -158,6 +159,11 @@ class BlobFiles:
         with self._lock:
             self._partials.pop((partial.digest, caller), None)
         return partial.finish(self.path(partial.digest))
+
+    def remove(self, digests: Iterable[str]) -> None:
+        """Delete complete blobs that nobody needs any more; whoever reads one now is told that it is lost."""
+        for digest in digests:
+            self.path(digest).unlink(missing_ok=True)
 
     def check_space(self, digest: str, missing_bytes: int) -> None:
         """Refuse an upload that would fill the disk beyond its reserve."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,20 +19,24 @@ from fusion.base.errors import ConfigError, FusionError, PlanError, StateError, 
 from fusion.base.ids import ClusterId, JobId, NodeId
 from fusion.observe.logs import fields
 from fusion.plan.types import Plan
-from fusion.protocol.job import job_from_proto
+from fusion.protocol.job import JobSpec, job_from_proto
 from fusion.protocol.plan import plan_to_proto
 from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
 from fusion_coordinator.blobs import BlobFiles
-from fusion_coordinator.decide import failures, nodes, scheduling
+from fusion_coordinator.decide import failures, moves, nodes, scheduling
+from fusion_coordinator.linkwatch import LinkWatch, in_contact
 from fusion_coordinator.liveness import JobWatch, Presence, forgive, forgive_job, reported
 from fusion_coordinator.planning import Planner
 from fusion_coordinator.progress import JobProgress, ProgressBook, Signal
+from fusion_coordinator.replanner import Replanner
 from fusion_coordinator.session import Session
 from fusion_coordinator.settings import Settings
 from fusion_coordinator.state import AnyEvent, State, apply_all
 from fusion_coordinator.state.events import (
     JobEnded,
+    JobMoves,
     JobPlanned,
+    JobStays,
     JobSubmitted,
     JobWaits,
     NodeGone,
@@ -64,7 +68,9 @@ class Controller:
         self.progress = ProgressBook(store, settings.flush_s, settings.log_lines_per_job)
         self._watches: dict[JobId, JobWatch] = {}
         self._sessions: dict[NodeId, Session] = {}
+        self.links = LinkWatch()
         self._planner = Planner(files)
+        self.replanner = Replanner(self, self._planner)
         self._lock = asyncio.Lock()
         self._jobs_changed = Signal()
         self._schedule_wanted = asyncio.Event()
@@ -86,9 +92,14 @@ class Controller:
         for job in self.state.jobs.values():
             if job.state.active:
                 failed = any(stage.state is StageState.FAILED for stage in job.stages)
-                self._watches[job.job] = JobWatch(now_s, failed_since_s=now_s if failed else None)
+                self._watches[job.job] = JobWatch(
+                    now_s,
+                    failed_since_s=now_s if failed else None,
+                    moving_s=None if job.next is None else now_s,
+                )
+        await self._drop_states(moves.outdated(self.state.jobs.values()))  # should the last process have died over it
         await self._compact()
-        for work in (self._sweep, self._schedule, self.progress.write):
+        for work in (self._sweep, self._schedule, self.progress.write, self._measure_links, self.replanner.watch):
             task = asyncio.get_running_loop().create_task(self._for_ever(work), name=work.__name__)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
@@ -159,20 +170,21 @@ class Controller:
         state = apply_all(events, self.state)  # an impossible event is found before it is written
         if events or answer is not None:
             await self.store.run(self.store.store.commit, events, answer)
-        self.state = state
+        before, self.state = self.state, state
         for event in events:
-            await self._act(event)
+            await self._act(event, before)
         self._since_compaction += len(events)
         if self._since_compaction >= _COMPACT_EVERY:
             await self._compact()
 
     # ---- consequences of events ----
 
-    async def _act(self, event: AnyEvent) -> None:
+    async def _act(self, event: AnyEvent, before: State) -> None:
         match event:
             case NodeRegistered():
                 log.info("node registered", extra=fields(node=event.name, address=event.address, host=event.seen_host))
                 self._end_session(event.node, StateError("the node registered anew"))
+                self.links.moved(event.node, event.address)
                 now_s = self.clock.monotonic_s()
                 self.presences[event.node] = Presence(event.incarnation, now_s, self.clock.wall_s())
             case NodeGone():
@@ -189,47 +201,84 @@ class Controller:
             case JobWaits():
                 await self._note(event.job, "info", f"waits: {event.reason}")
             case JobPlanned():
-                await self._job_planned(event)
+                await self._begin_epoch(self.state.jobs[event.job])
             case StageMoved():
-                await self._stage_moved(event)
+                await self._stage_moved(event, before.jobs[event.job])
+            case JobMoves():
+                await self._job_moves(event)
+            case JobStays():
+                self._watches[event.job] = replace(self._watches[event.job], moving_s=None)
+                await self._note(event.job, "warning", f"stays as it is: {event.reason}")
+                self._schedule_wanted.set()
             case JobEnded():
                 if event.state is JobState.FAILED:
                     await self._note(event.job, "error", f"failed: {event.reason}")
                 else:
                     await self._note(event.job, "warning", event.reason)
-                self._job_over(self.state.jobs[event.job], event.reason)
+                await self._job_over(self.state.jobs[event.job], event.reason)
         self._jobs_changed.give()
 
-    async def _job_planned(self, event: JobPlanned) -> None:
-        job = self.state.jobs[event.job]
-        self._watches[event.job] = JobWatch(self.clock.monotonic_s())
+    async def _begin_epoch(self, job: JobRecord) -> None:
+        """A plan is in force: tell the nodes."""
+        self._watches[job.job] = JobWatch(self.clock.monotonic_s())
         names = ", ".join(stage.node_name for stage in job.stages)
-        await self._note(event.job, "info", f"epoch {event.epoch}: {len(job.stages)} stages on {names}")
+        after = "" if job.resume is None else f", going on after step {job.resume.step}"
+        await self._note(job.job, "info", f"epoch {job.epoch}: {len(job.stages)} stages on {names}{after}")
         for index, stage in enumerate(job.stages):
             self._send(stage, node_pb2.Command(assign=self._assignment(job, index)))
 
-    async def _stage_moved(self, event: StageMoved) -> None:
+    async def _job_moves(self, event: JobMoves) -> None:
         job = self.state.jobs[event.job]
-        stage = job.stages[event.stage]
+        self._watches[event.job] = replace(self._watches[event.job], moving_s=self.clock.monotonic_s())
+        await self._note(event.job, "info", event.reason)
+        if job.next is not None and not job.holds:
+            self._send(job.stages[0], _hold(job))
+
+    async def _stage_moved(self, event: StageMoved, before: JobRecord) -> None:
+        job = self.state.jobs[event.job]
+        stage = before.stages[event.stage]
         text = f"stage {event.stage} on {stage.node_name} is {event.state.name.lower()}"
         level = "error" if event.state is StageState.FAILED else "info"
         await self._note(event.job, level, text + (f": {event.detail}" if event.detail else ""))
         presence = self.presences.get(stage.node)
         if event.state.ended and presence is not None:
             self.presences[stage.node] = replace(presence, job="")
-        if job.state is JobState.SUCCEEDED:
+        if event.step and job.job in self._watches:
+            self._watches[job.job] = replace(self._watches[job.job], moving_s=self.clock.monotonic_s())
+        if job.epoch != event.epoch:
+            await self._moved(job, before)
+        elif job.state is JobState.SUCCEEDED:
             await self._note(event.job, "info", "succeeded")
-            self._job_over(job, "the job succeeded")
+            await self._job_over(job, "the job succeeded")
         elif event.state.ended:
             self._schedule_wanted.set()
+        elif job.state is JobState.RUNNING and before.state is JobState.STARTING:
+            await self._drop_states(moves.outdated([job]))  # all stages have loaded
 
-    def _job_over(self, job: JobRecord, reason: str) -> None:
+    async def _moved(self, job: JobRecord, before: JobRecord) -> None:
+        """All stages hold, and the next plan is in force."""
+        await self._begin_epoch(job)
+        staying = {stage.node for stage in job.stages}
+        for stage in before.stages:
+            if stage.node not in staying:
+                self._send_stop(stage, before, "the job goes on without this node")
+        self._schedule_wanted.set()
+
+    async def _job_over(self, job: JobRecord, reason: str) -> None:
         self._watches.pop(job.job, None)
         self.progress.job_over(job.job)
         for stage in job.stages:
-            if not stage.state.ended:
+            if not stage.state.ended or stage.state is StageState.HELD:
                 self._send_stop(stage, job, reason)
+        await self._drop_states(moves.outdated([job]))
         self._schedule_wanted.set()
+
+    async def _drop_states(self, states: Sequence[str]) -> None:
+        """Delete blobs that only moves needed."""
+        if states:
+            digests = await asyncio.to_thread(moves.droppable, self.state, states)
+            await self.store.run(self.store.store.drop_blobs, digests)
+            await asyncio.to_thread(self.files.remove, digests)
 
     def _send_stop(self, stage: StageRecord, job: JobRecord, reason: str) -> None:
         stop = node_pb2.StopWorker(job_id=job.job, epoch=job.epoch, reason=reason)
@@ -241,17 +290,27 @@ class Controller:
             session.push(command)
 
     def _assignment(self, job: JobRecord, stage: int) -> plan_pb2.Assignment:
-        return plan_pb2.Assignment(
+        message = plan_pb2.Assignment(
             job_id=job.job,
             cluster_id=self.cluster,
             stage=stage,
             job_spec=job.spec,
             plan=plan_pb2.Plan.FromString(job.plan),
         )
+        if job.resume is not None:
+            message.resume.step = job.resume.step
+            for blob in job.resume.states:
+                message.resume.states.add(digest=blob.digest, size_bytes=blob.size_bytes)
+        return message
+
+    def planned_s(self, job: JobId) -> float | None:
+        """Return when a job's plan was put in force, on the monotonic clock."""
+        watch = self._watches.get(job)
+        return None if watch is None else watch.planned_s
 
     async def job_progress(self, job: JobRecord) -> JobProgress:
         """Return a job's steps and lines."""
-        return await self.progress.of(job.job, len(job.stages))
+        return await self.progress.of(job.job, len(job.stages), moves.past_counts(job.past))
 
     async def _note(self, job: JobId, level: str, text: str) -> None:
         log.log(logging.getLevelName(level.upper()), text, extra=fields(job=job))
@@ -274,6 +333,8 @@ class Controller:
         for job, index, stage in nodes.stages_on(self.state, node, incarnation):
             if stage.state is StageState.ASSIGNED:
                 session.push(node_pb2.Command(assign=self._assignment(job, index)))
+            elif index == 0 and job.next is not None and not stage.holds:
+                session.push(_hold(job))
         self._node_is_free()
         return session
 
@@ -298,7 +359,7 @@ class Controller:
         self.presences[node] = presence
         job = self.state.jobs.get(JobId(presence.job)) if presence.job else None
         if presence.job and (job is None or job.state.ended or job.epoch != presence.epoch):
-            stop = node_pb2.StopWorker(job_id=presence.job, epoch=presence.epoch, reason="the job has ended")
+            stop = node_pb2.StopWorker(job_id=presence.job, epoch=presence.epoch, reason="the job ended or moved on")
             session = self._sessions.get(node)
             if session is not None:
                 session.push(node_pb2.Command(stop=stop))
@@ -345,10 +406,43 @@ class Controller:
         events: list[AnyEvent] = []
         for job_id, watch in self._watches.items():
             job = state.jobs[job_id]
-            reason = failures.verdict(job, watch, self.presences, now_s, self.settings) if job.state.active else None
+            if not job.state.active:
+                continue
+            step_s = self._step_s(job_id)
+            reason = failures.verdict(job, watch, self.presences, now_s, self.settings, step_s)
             if reason is not None:
                 events.append(JobEnded(wall_s, job_id, JobState.FAILED, reason))
+            else:
+                events += moves.overdue(job, watch, now_s, wall_s, moves.patience_s(self.settings, step_s))
         return events
+
+    def _step_s(self, job: JobId) -> float:
+        """Return how long a job's last step took; 0 before there is one."""
+        progress = self.progress.known(job)
+        return progress.last.step_s if progress is not None and progress.last is not None else 0.0
+
+    # ---- moving ----
+
+    async def move_job(self, job: JobId, plan: Plan, reason: str = "") -> None:
+        """Let a running job go on by `plan`, from the end of one of its next steps on. Returns once that is decided.
+
+        StateError says why it cannot move now. If the job does not come to hold, or loses a node that it was to move
+        to, it stays as it is.
+        """
+        await self.change(lambda state: (self._move(state, job, plan, reason), None))
+
+    def _move(self, state: State, job: JobId, plan: Plan, reason: str) -> list[JobMoves]:
+        return moves.move(state, self.presences, job, plan, self.clock.wall_s(), reason)
+
+    async def move_once(self, request: Request, job: JobId, cuts: Sequence[int], names: Sequence[str]) -> None:
+        """Let a running job go on by these cuts on these nodes, as somebody asked for; asked again, that is all."""
+        if await self.answered(request, node_pb2.Ping) is not None:
+            return
+        record = self.state.jobs[job]
+        moves.check_runs(record)
+        chosen = moves.named_nodes(self.state, self.presences, record, names)
+        plan = await self._planner.divide(scheduling.cluster_of(chosen), job_of(record), cuts)
+        await self.once(request, node_pb2.Ping, lambda state: (self._move(state, job, plan, ""), node_pb2.Ping()))
 
     # ---- scheduling ----
 
@@ -365,7 +459,32 @@ class Controller:
             raise
 
     def _settles_in_s(self) -> float:
-        return self._node_came_s + self.settings.settle_s - self.clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
+        early_s = self._node_came_s + self.settings.settle_s - now_s
+        if early_s > 0 or not self.settings.probes or now_s - self._node_came_s > self.settings.measure_wait_s:
+            return early_s
+        measuring = self.links.measuring(self.state, self.presences, self._idle(), now_s)
+        return self.settings.probe_s if measuring else 0.0
+
+    def _idle(self) -> set[NodeId]:
+        return {node.node for node in scheduling.idle(self.state, self.presences)}
+
+    # ---- links ----
+
+    async def _measure_links(self) -> None:
+        """Let nodes measure what is worth it, once in a while."""
+        await asyncio.sleep(self.settings.probe_s)
+        if not self.settings.probes:
+            return
+        orders = self.links.next_orders(self.state, self.presences, self._idle(), self.clock.monotonic_s())
+        for node, command in orders:
+            session = self._sessions.get(node)
+            if session is not None:
+                session.push(command)
+
+    def links_reported(self, node: NodeId, links: Iterable[node_pb2.LinkReport]) -> None:
+        """Take what a node has measured."""
+        self.links.reported(node, links, self._idle(), self.clock.monotonic_s())
 
     async def _try_to_start(self, job: JobRecord) -> None:
         spec = job_from_proto(job_pb2.JobSpec.FromString(job.spec))
@@ -374,7 +493,8 @@ class Controller:
             await self._wait(job, scheduling.waits_for_nodes(self.state, remarks))
             return
         try:
-            plan = await self._planner.plan(scheduling.cluster_of(free), spec)
+            links = self.links.view(in_contact(self.state, self.presences))
+            plan = await self._planner.plan(scheduling.cluster_of(free, links), spec)
         except PlanError as error:
             await self._wait(job, "; ".join([str(error), *remarks]))
             return
@@ -410,6 +530,15 @@ class Controller:
         body = plan_to_proto(plan).SerializeToString(deterministic=True)
         event = JobPlanned(self.clock.wall_s(), job.job, plan.epoch, body, stages)
         return _if_queued(state, job, event)
+
+
+def _hold(job: JobRecord) -> node_pb2.Command:
+    return node_pb2.Command(hold=node_pb2.HoldStage(job_id=job.job, epoch=job.epoch))
+
+
+def job_of(record: JobRecord) -> JobSpec:
+    """Return what the owner asked for."""
+    return job_from_proto(job_pb2.JobSpec.FromString(record.spec))
 
 
 def _if_queued(state: State, job: JobRecord, event: AnyEvent) -> list[AnyEvent]:

@@ -33,6 +33,7 @@ class JobWatch:
     planned_s: float
     reported_s: Mapping[int, float] = field(default_factory=dict)  #: by stage: its last report
     failed_since_s: float | None = None  #: when the first stage reported a failure
+    moving_s: float | None = None  #: when the job was told to hold, or a stage stopped for it last
 
     def last_sign_s(self, stage: int) -> float:
         """When `stage` last reported, or was given out."""
@@ -66,6 +67,7 @@ def forgive_job(watch: JobWatch, gap_s: float) -> JobWatch:
         watch.planned_s + gap_s,
         {stage: at_s + gap_s for stage, at_s in watch.reported_s.items()},
         None if watch.failed_since_s is None else watch.failed_since_s + gap_s,
+        None if watch.moving_s is None else watch.moving_s + gap_s,
     )
 
 

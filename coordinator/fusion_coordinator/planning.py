@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
+from fusion.base.ids import NodeId
 from fusion.graph.dag import Graph
-from fusion.plan import plan
+from fusion.plan.equal_compute import plan as by_equal_compute
+from fusion.plan.inforce import in_force
+from fusion.plan.planner import Options, make_plan
 from fusion.plan.types import Cluster, JobView, Plan
+from fusion.plan.workload import Workload, workload_of
 from fusion.protocol.job import BlobRef, JobSpec
 from fusion_coordinator.admission import load_graph
 from fusion_coordinator.blobs import BlobFiles
+from fusion_coordinator.decide.replanning import slowness, with_usual
 
 _GRAPHS_KEPT = 4
+BUDGET_S = 5.0  #: after that the best plan found so far is taken
 
 
 def job_view(spec: JobSpec) -> JobView:
@@ -27,30 +36,107 @@ def job_view(spec: JobSpec) -> JobView:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The best plan for the cluster as it was measured, beside the one in force."""
+
+    plan: Plan
+    present_s: float  #: time of a step under the plan in force
+    best_s: float
+    slowness: Mapping[NodeId, float]  #: of the nodes that were measured: real time over what their stated speed says
+
+
 class Planner:
     """Runs the planner, and keeps the last graphs that it read."""
 
     def __init__(self, files: BlobFiles) -> None:
         self._files = files
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="planner")
-        self._graphs: OrderedDict[str, Graph] = OrderedDict()
+        self._graphs: OrderedDict[str, tuple[Graph, Workload]] = OrderedDict()
 
     async def plan(self, cluster: Cluster, spec: JobSpec) -> Plan:
         """Return a plan with epoch 1; PlanError if none fits, ConfigError if none ever could."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._plan, cluster, spec)
 
-    def _plan(self, cluster: Cluster, spec: JobSpec) -> Plan:
-        return plan(cluster, self._graph(spec.graph), job_view(spec))
+    async def compare(
+        self,
+        cluster: Cluster,
+        spec: JobSpec,
+        present: Plan,
+        compute_s: Sequence[float],
+        earlier: Mapping[NodeId, float],
+    ) -> Alternative:
+        """Return the best plan now that a job was seen to run.
 
-    def _graph(self, blob: BlobRef) -> Graph:
-        graph = self._graphs.pop(blob.digest, None)
-        if graph is None:
+        compute_s: by stage of the plan in force, how long it computed in a step. earlier: slowness of nodes that ran
+        the job before. PlanError if no plan fits, or a node of the plan in force is not in `cluster`.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._compare, cluster, spec, present, compute_s, earlier)
+
+    async def divide(self, cluster: Cluster, spec: JobSpec, cuts: Sequence[int]) -> Plan:
+        """Return a plan on these nodes in their order, cut at `cuts`, or evenly if there are none."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._divide, cluster, spec, cuts)
+
+    def _divide(self, cluster: Cluster, spec: JobSpec, cuts: Sequence[int]) -> Plan:
+        view = replace(job_view(spec), cuts=tuple(cuts), max_stages=0)
+        return by_equal_compute(cluster, self._graph(spec.graph)[0], view)
+
+    def _plan(self, cluster: Cluster, spec: JobSpec) -> Plan:
+        """Without any measured link the nodes' speed and memory are all that there is to plan by."""
+        graph, view = self._graph(spec.graph)[0], job_view(spec)
+        blind = spec.planner == "fusion" and (len(cluster.nodes) == 1 or not measured(cluster))
+        if blind or spec.planner == "equal-compute":
+            return by_equal_compute(cluster, graph, view)
+        return _planned(cluster, graph, view, spec.planner)
+
+    def _compare(
+        self,
+        cluster: Cluster,
+        spec: JobSpec,
+        present: Plan,
+        compute_s: Sequence[float],
+        earlier: Mapping[NodeId, float],
+    ) -> Alternative:
+        graph, workload = self._graph(spec.graph)
+        view = job_view(spec)
+        nodes = [stage.node for stage in present.stages]
+        expected = in_force(present, cluster, workload, view)
+        known = {**earlier, **slowness(nodes, expected.compute_s, compute_s, spec.micro_batches)}
+        real = slowed(cluster, with_usual(known, [node.node for node in cluster.nodes]))
+        best = _planned(real, graph, view, "fusion")
+        present_s = in_force(present, real, workload, view).step_s
+        return Alternative(best, present_s, in_force(best, real, workload, view).step_s, known)
+
+    def _graph(self, blob: BlobRef) -> tuple[Graph, Workload]:
+        found = self._graphs.pop(blob.digest, None)
+        if found is None:
             graph = load_graph(blob, self._files)
-        self._graphs[blob.digest] = graph
+            found = (graph, workload_of(graph))
+        self._graphs[blob.digest] = found
         while len(self._graphs) > _GRAPHS_KEPT:
             self._graphs.popitem(last=False)
-        return graph
+        return found
 
     def close(self) -> None:
         """Forget everything; a plan under way is waited for by the thread alone."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _planned(cluster: Cluster, graph: Graph, job: JobView, method: str) -> Plan:
+    return make_plan(cluster, graph, job, Options(method, budget_s=BUDGET_S, clock_s=time.monotonic)).plan
+
+
+def measured(cluster: Cluster) -> bool:
+    """Whether any link of the cluster was measured."""
+    links = cluster.links
+    return bool(links.sites or any(link is not None for link in links.pairs.values()))
+
+
+def slowed(cluster: Cluster, slow: Mapping[NodeId, float]) -> Cluster:
+    """Return the cluster with each node's speed, of computing and of moving bytes, divided by its slowness."""
+    nodes = tuple(
+        replace(node, flops=node.flops / slow[node.node], bytes_per_s=node.bytes_per_s / slow[node.node])
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)

@@ -16,6 +16,8 @@ from fusion.wire.v1 import coordinator_pb2, node_pb2
 from fusion_coordinator.store.base import LogRow, StepRow
 from fusion_coordinator.store.thread import StoreThread
 
+Past = tuple[tuple[int, int], ...]  #: (last step, number of stages) of each plan before the present one, in order
+
 RING = 512  #: finished steps in memory; older ones are read from the store
 PAGE = 256  #: steps or lines per read of the store
 MAX_LINE = 2000
@@ -66,8 +68,15 @@ class Signal:
 class JobProgress:
     """One job's steps and lines in memory."""
 
-    def __init__(self, job: JobId, stages: int, last: coordinator_pb2.StepMetrics | None, last_log: int) -> None:
-        self.job, self.stages = job, stages
+    def __init__(
+        self,
+        job: JobId,
+        stages: int,
+        last: coordinator_pb2.StepMetrics | None,
+        last_log: int,
+        past: Past = (),
+    ) -> None:
+        self.job, self.stages, self.past = job, stages, past
         self.last = last  #: the last finished step
         self.last_log = last_log
         self.changed = Signal()
@@ -80,13 +89,17 @@ class JobProgress:
         """Number of the last finished step."""
         return self.last.step if self.last is not None else 0
 
+    def stages_of(self, step: int) -> int:
+        """Return how many stages report a step."""
+        return next((stages for last_step, stages in self.past if step <= last_step), self.stages)
+
     def add_step(self, part: node_pb2.StageStep) -> None:
         """Take one stage's report. Steps finish in order: when a later one has, an earlier one's report was lost."""
         if part.step <= self.last_step:
             return
         parts = self._parts.setdefault(part.step, {})
         parts.setdefault(part.stage, part)
-        if len(parts) < self.stages:
+        if len(parts) < self.stages_of(part.step):
             return
         self.last = combine(parts.values())
         self._ring.append(self.last)
@@ -135,32 +148,31 @@ class ProgressBook:
         self._wanted = asyncio.Event()
         self._flushed: asyncio.Future[None] | None = None
 
-    async def of(self, job: JobId, stages: int) -> JobProgress:
-        """Return a job's progress, read from the store the first time."""
+    async def of(self, job: JobId, stages: int, past: Past = ()) -> JobProgress:
+        """Return a job's progress, read from the store the first time. `stages`: of its present plan, 0 without one."""
         found = self._jobs.get(job)
-        if found is not None and (found.stages == stages or not stages):
-            return found
-        async with self._opening:
-            if job not in self._jobs or self._jobs[job].stages != stages:
-                self._jobs[job] = await self._open(job, stages)
-            return self._jobs[job]
+        if found is None:
+            async with self._opening:
+                if job not in self._jobs:
+                    self._jobs[job] = await self._open(job, stages, past)
+                found = self._jobs[job]
+        if stages:  # it may have got a plan since, or another one
+            found.stages, found.past = stages, past
+        return found
 
-    async def _open(self, job: JobId, stages: int) -> JobProgress:
+    async def _open(self, job: JobId, stages: int, past: Past) -> JobProgress:
         store = self._store.store
-        if job in self._jobs:  # it got its plan since
-            return self._with_stages(self._jobs[job], stages)
-        step = await self._store.run(store.last_step, job, stages) if stages else 0
+        step, count, before = 0, stages, list(past)
+        while count and not step:
+            begun_after = before[-1][0] if before else 0
+            step = await self._store.run(store.last_step, job, count, begun_after)
+            count = before.pop()[1] if before else 0
         rows = await self._store.run(store.steps, job, step - 1, 1) if step else []
         last = combine(node_pb2.StageStep.FromString(row.body) for row in rows) if rows else None
-        progress = JobProgress(job, stages, last, await self._store.run(store.last_log, job))
+        progress = JobProgress(job, stages, last, await self._store.run(store.last_log, job), past)
         after = await self._store.run(store.steps, job, step, PAGE) if stages else []
         for row in after:  # steps that some stages had reported before a restart
             progress.add_step(node_pb2.StageStep.FromString(row.body))
-        return progress
-
-    @staticmethod
-    def _with_stages(progress: JobProgress, stages: int) -> JobProgress:
-        progress.stages = stages
         return progress
 
     def known(self, job: JobId) -> JobProgress | None:

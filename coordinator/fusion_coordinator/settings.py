@@ -15,6 +15,7 @@ class Settings:
     self_fence_s: float = 25.0  #: a node ends its work that long after it sent the last answered heartbeat
     lease_s: float = 30.0  #: a node is lost that long after its last heartbeat was received; more than self_fence_s
     start_timeout_s: float = 120.0  #: a stage that has not reported for that long before READY fails its job
+    hold_timeout_s: float = 120.0  #: a job that is to move comes to a step's end in that time, or in five of its steps
     blame_wait_s: float = 3.0  #: how long a "peer lost" waits for a report of what really happened
     vanished_s: float = 12.0  #: a stage whose node says for that long that it runs nothing is gone
     settle_s: float = (
@@ -30,3 +31,10 @@ class Settings:
     disk_reserve_bytes: int = 256 * MIB  #: uploads never fill the disk further than that
     enrolments_per_s: float = 20.0  #: from one host
     enrolment_burst: int = 40
+    probes: bool = True  #: whether nodes measure the links between them
+    probe_s: float = 0.5  #: between looks at what is to be measured
+    measure_wait_s: float = 10.0  #: after a node came, a plan waits at most that long for its links to be measured
+    replan_s: float = 10.0  #: between looks at whether a running job has a better plan
+    replan_ratio: float = 1.25  #: so many times faster it must be
+    replan_wins: int = 2  #: in so many looks in a row
+    replan_hold_off_s: float = 60.0  #: after the job began to run, or last moved

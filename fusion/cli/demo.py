@@ -121,7 +121,7 @@ def _make_job(wishes: Wishes) -> Job:
     from fusion.cli.models import gpt_job, resnet_job
 
     make = {"gpt": gpt_job, "resnet": resnet_job}[wishes.model]
-    return make(wishes.steps, determinism="strict", threads=1, stages=wishes.nodes)
+    return make(wishes.steps, determinism="strict", threads=1, stages=wishes.nodes, planner="equal-compute")
 
 
 def _train(

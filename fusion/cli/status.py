@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fusion.base.errors import UsageError
 from fusion.base.units import format_duration
 from fusion.cli.output import coordinator_option, json_option, metrics_line, print_json, printable, status_as_json
 
@@ -16,11 +17,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("job", required=False)
+@click.option("--plan", "with_plan", is_flag=True, help="Show what JOB's plan predicts beside what was measured.")
 @coordinator_option
 @json_option
-def status(job: str | None, coordinator: str | None, as_json: bool) -> None:
+def status(job: str | None, with_plan: bool, coordinator: str | None, as_json: bool) -> None:
     """Show all your jobs, or one JOB with the part of the model that each node trains."""
+    from fusion.cli.planview import plan_as_json, plan_lines
     from fusion.job.client import Client
+
+    if with_plan and job is None:
+        raise UsageError("--plan needs a job: fusion status JOB --plan")
 
     with Client(coordinator) as client:
         if job is None:
@@ -32,9 +38,11 @@ def status(job: str | None, coordinator: str | None, as_json: bool) -> None:
             return
         found = client.get(job)
     if as_json:
-        print_json(status_as_json(found))
+        print_json(status_as_json(found) | ({"plan": plan_as_json(found)} if with_plan else {}))
     else:
-        _show(found)
+        _show(found, with_plan)
+        for line in plan_lines(found) if with_plan else ():
+            click.echo(f"  {line}")
 
 
 def _show_all(jobs: list[JobStatus]) -> None:
@@ -53,12 +61,12 @@ def _show_all(jobs: list[JobStatus]) -> None:
         click.echo("  ".join([*cells, row[-1]]).rstrip())
 
 
-def _show(job: JobStatus) -> None:
+def _show(job: JobStatus, with_plan: bool) -> None:
     click.echo(f"{job.job_id}  {printable(job.name)}  {job.state}  step {job.step}/{job.steps}")
     if job.reason:
         click.echo(f"  {printable(job.reason)}")
     if job.last is not None:
         click.echo(f"  {metrics_line(job.last, job.steps)}")
-    for number, stage in enumerate(job.stages):
+    for number, stage in enumerate(() if with_plan else job.stages):
         operators = f"operators {stage.first_operator}..{stage.end_operator - 1}"
         click.echo(f"  stage {number}  {printable(stage.node_name)}  {operators}  {stage.parameters:,} parameters")

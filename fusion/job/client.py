@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,8 @@ import grpc
 from fusion.base.address import join_address, split_address
 from fusion.base.errors import AuthError, ConfigError, NotFoundError, UnreachableError, UsageError
 from fusion.base.ids import is_id, random_id
+from fusion.plan.types import Cluster
+from fusion.protocol.cluster import cluster_from_proto
 from fusion.protocol.job import JobSpec, job_to_proto
 from fusion.protocol.jobstatus import JobStatus, LogLine, log_from_proto, status_from_proto
 from fusion.protocol.metrics import StepMetrics, metrics_from_proto
@@ -148,6 +150,16 @@ class Client:
         )
         return status_from_proto(self._call(f"cancel {job_id}", lambda s: self._jobs.Cancel(request, timeout=s)))
 
+    def move(self, job_id: str, cuts: Sequence[int], nodes: Sequence[str]) -> JobStatus:
+        """Let a running job go on under other cuts on other nodes (names or ids, one a stage), and return its status.
+
+        Without cuts the coordinator cuts the job for these nodes. StateError says why the job cannot move now.
+        """
+        request = coordinator_pb2.MoveRequest(
+            request_id=random_id("req-", 20), job_id=check_job_id(job_id), cuts=cuts, nodes=nodes
+        )
+        return status_from_proto(self._call(f"move {job_id}", lambda s: self._jobs.Move(request, timeout=s)))
+
     def info(self) -> coordinator_pb2.InfoResponse:
         """Return what the coordinator says about itself and the caller."""
         make_stub: Callable[[grpc.Channel], Any] = coordinator_pb2_grpc.AdminStub
@@ -156,6 +168,13 @@ class Client:
             "info", lambda s: stub.Info(coordinator_pb2.InfoRequest(), timeout=s)
         )
         return answer
+
+    def cluster(self, *, idle_only: bool = False) -> Cluster:
+        """Return the nodes that are in contact and the links between them, as the coordinator's planner sees them."""
+        make_stub: Callable[[grpc.Channel], Any] = coordinator_pb2_grpc.AdminStub
+        stub = make_stub(self.channel)
+        answer = self._call("cluster", lambda s: stub.Cluster(coordinator_pb2.ClusterRequest(), timeout=s))
+        return cluster_from_proto(answer, idle_only=idle_only)
 
     def follow(
         self,
@@ -217,6 +236,17 @@ class Client:
             )
         time.sleep(min(backoff_s(attempt), left_s))
         return attempt + 1
+
+
+def live_cluster(
+    address: str | None = None,
+    credentials: Credentials | str | os.PathLike[str] | None = None,
+    *,
+    idle_only: bool = False,
+) -> Cluster:
+    """Return a running cluster as planners see it: nodes with speed, memory and site, and the measured links."""
+    with Client(address, credentials) as client:
+        return client.cluster(idle_only=idle_only)
 
 
 def _stream_s(deadline_s: float | None) -> float:

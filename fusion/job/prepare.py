@@ -72,6 +72,14 @@ def prepare(job: Job, directory: Path) -> Prepared:
     return Prepared(spec, graph, tensors, stored, stored_eval)
 
 
+def captured_graph(job: Job) -> tuple[JobSpec, Graph]:
+    """Return the job as far as it is known, and its model's graph: what planning needs. No data file is written."""
+    draft = check_draft(job)
+    graph, _ = _capture(job, draft.micro_batch_sizes()[0])
+    check_batches(draft, graph)
+    return draft, graph
+
+
 def check_draft(job: Job) -> JobSpec:
     """Return the job as far as it is known before capture; ConfigError or DataError for a setting that cannot be."""
     draft = _spec(job, job.data.field_names)

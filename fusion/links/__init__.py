@@ -3,6 +3,6 @@
 from fusion.links.book import LinkBook
 from fusion.links.estimate import LinkEstimate
 from fusion.links.probing import ProbeWish, next_probes
-from fusion.links.view import LinkView, view_of
+from fusion.links.view import LinkView, under_load, view_of
 
-__all__ = ["LinkBook", "LinkEstimate", "LinkView", "ProbeWish", "next_probes", "view_of"]
+__all__ = ["LinkBook", "LinkEstimate", "LinkView", "ProbeWish", "next_probes", "under_load", "view_of"]

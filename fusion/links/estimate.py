@@ -1,7 +1,7 @@
 """Figures of one directed link from noisy samples, each of which may have met a busy moment.
 
-What disturbs a measurement nearly always makes it slower: a sample is a lower bound of what the link can do. So goodput
-is one of the highest of the last samples, and the round trip the shortest of them.
+What disturbs a measurement mostly makes it slower; a reader that comes late to its buffer sees it too fast. So goodput
+is the upper median of the last samples, and the round trip the shortest of them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-RATES_KEPT = 8
+from fusion.base.units import KIB
+
+RATES_KEPT = 5
 ROUND_TRIPS_KEPT = 3  #: each is the shortest of several already
-LEAST_TRANSFER_BYTES = 64 * 1024  #: less says little of a rate
+LEAST_TRANSFER_BYTES = 48 * KIB  #: less says little of a rate
 LEAST_BUSY_S = 0.005  #: a shorter transfer shows only what the link can do at least
 _LEAST_HALF_S = 0.02  #: what comes within less may have waited in a buffer
 
@@ -44,12 +46,12 @@ def _rate(arrivals: Sequence[tuple[float, int]]) -> float:
 
 
 def robust_rate(samples: Sequence[float]) -> float:
-    """Return the highest of up to three samples, the second highest of up to seven, the third highest of eight.
+    """Return the upper median: of two samples the higher.
 
-    One slow sample changes nothing; neither does one fast sample of four or more; and a link that has become slower is
-    found out after at most six samples.
+    One slow sample changes nothing; neither does one fast one of three or more; and a link that has become slower, or
+    faster, is found out after three samples.
     """
-    return sorted(samples, reverse=True)[len(samples) // 4]
+    return sorted(samples, reverse=True)[(len(samples) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class LinkRecord:
     rates: tuple[float, ...] = ()  #: the last ones, oldest first
     round_trips_s: tuple[float, ...] = ()
     probe_bytes: int = 0  #: of the last probe of its goodput
+    probed_bytes_per_s: float = 0.0  #: what that one found; 0: there was none
+    loaded: bool = False  #: whether the last sample came from real transfers
     measured_s: float = 0.0  #: when its goodput was last measured, in whichever way
     dialled_s: float | None = None  #: when the source last dialled the target
     failures: int = 0  #: of dialling, in a row
@@ -87,10 +91,18 @@ class LinkRecord:
         return self.failures >= 2 or (self.failures > 0 and not self.round_trips_s)
 
     def with_rate(self, rate_bytes_per_s: float, now_s: float, probe_bytes: int | None = None) -> LinkRecord:
-        """Return the record with one more sample of the goodput."""
+        """Return the record with one more sample of the goodput: from a probe of `probe_bytes`, or from transfers."""
         rates = (*self.rates, rate_bytes_per_s)[-RATES_KEPT:]
-        size = self.probe_bytes if probe_bytes is None else probe_bytes
-        return replace(self, rates=rates, measured_s=now_s, probe_bytes=size)
+        if probe_bytes is None:
+            return replace(self, rates=rates, measured_s=now_s, loaded=True)
+        return replace(
+            self,
+            rates=rates,
+            measured_s=now_s,
+            probe_bytes=probe_bytes,
+            probed_bytes_per_s=rate_bytes_per_s,
+            loaded=False,
+        )
 
     def with_round_trip(self, round_trip_s: float) -> LinkRecord:
         """Return the record with one more round trip."""

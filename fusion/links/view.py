@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from fusion.links.book import LinkBook
 from fusion.links.estimate import LinkEstimate
 from fusion.links.sites import infer_sites
 
+LEAST_SHARE = 0.6  #: of an idle link's goodput that is left at the least when everybody works
 _WEAK = 0.8  #: of the links of its site: a node with less has a connection of its own that limits it
 
 
@@ -51,6 +53,29 @@ def view_of(book: LinkBook, nodes: Sequence[str]) -> LinkView:
     sites = _between_sites(site, pairs)
     _limit_weak_nodes(site, pairs, sites, default)
     return LinkView(site, pairs, sites, default)
+
+
+def under_load(view: LinkView, book: LinkBook) -> LinkView:
+    """Return the view for comparing links in use with idle ones, which were measured while nobody worked.
+
+    What a link carries while its ends compute is less than what a probe found. The usual share of the links in use is
+    taken off the others too, within bounds; else they would always look better.
+    """
+    shares = [
+        record.rate_bytes_per_s / record.probed_bytes_per_s
+        for pair, record in book.measured()
+        if view.pairs.get(pair) is not None and record.loaded and record.probed_bytes_per_s > 0
+    ]
+    share = min(1.0, max(LEAST_SHARE, median(shares))) if shares else 1.0
+
+    def lessened(link: LinkEstimate) -> LinkEstimate:
+        return LinkEstimate(link.rate_bytes_per_s * share, link.round_trip_s)
+
+    pairs = {
+        pair: link if link is None or book.record(*pair).loaded else lessened(link) for pair, link in view.pairs.items()
+    }
+    sites = {pair: lessened(link) for pair, link in view.sites.items()}
+    return LinkView(view.site, pairs, sites, None if view.default is None else lessened(view.default))
 
 
 def _between_sites(

@@ -25,9 +25,9 @@ Singles = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Order = tuple[int, ...]
 
-_ABSENT_S_PER_BYTE = 1e9  #: a finite stand-in for links that do not exist: nothing times it is still nothing
+_ABSENT_S_PER_BYTE = 1e6  #: a finite stand-in for links that do not exist: nothing times it is still nothing
 NEVER = np.float32(1e12)  #: seconds; anything slower does not exist
-_CAPS = 64
+_CAPS, _SLOW_CAPS = 64, 12
 _ROUNDING = 1e-6
 
 
@@ -71,9 +71,18 @@ class Chain:
     # ---- how far a stage may reach ----
 
     def _caps(self) -> npt.NDArray[np.float64]:
-        """Bottlenecks to try, from all nodes sharing the work without loss to the slowest doing all of it."""
+        """Bottlenecks to try: from all nodes sharing the work without loss to the slowest doing all of it, and on to
+        the slowest link, which may have to be used if no node can hold the whole model.
+        """
         total = self.problem.seconds[:, -1]
-        return np.geomspace(1.0 / (1.0 / total).sum(), total.max() * 1.05, _CAPS)
+        low, high = float(1.0 / (1.0 / total).sum()), float(total.max()) * 1.05
+        out = float((self.forward_out + self.backward_out).max())
+        links = self.there[self.there < _ABSENT_S_PER_BYTE / 2]
+        slowest = float(links.max(initial=0.0)) * out * 1.05
+        if slowest <= high:
+            return np.geomspace(low, high, _CAPS)
+        beyond = np.geomspace(high, slowest, _SLOW_CAPS + 1)[1:]
+        return np.concatenate([np.geomspace(low, high, _CAPS - _SLOW_CAPS), beyond])
 
     def cap_of(self, period_s: float) -> int:
         """Return the index of the smallest bottleneck in the grid that is not below `period_s`."""
@@ -82,6 +91,10 @@ class Chain:
     def caps_near(self, cap: int, steps: Sequence[int]) -> list[int]:
         """Return the caps so many steps beside one, within the grid."""
         return sorted({min(_CAPS - 1, max(0, cap + step)) for step in steps})
+
+    def caps_everywhere(self, count: int) -> list[int]:
+        """Return so many caps spread over the grid, with the largest one."""
+        return [(_CAPS - 1) * step // count for step in range(1, count + 1)]
 
     @cached_property
     def windows(self) -> Ints:

@@ -28,6 +28,7 @@ Ints = npt.NDArray[np.int64]
 Pair = tuple[int, int]
 
 _ROUNDING = 1e-9
+_TOLERANCE = 0.02  #: no micro-batch more is held in memory for so little of a period
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,8 @@ class Evaluation:
 
     step_s: float  #: inf where nodes cannot connect or memory does not suffice
     fill_s: float
-    period_s: float  #: the bottleneck
+    period_s: float  #: from one micro-batch to the next: the bottleneck, or longer where memory makes it wait
+    busiest_s: float  #: the bottleneck
     tied_s: float
     forward_s: Floats
     backward_s: Floats
@@ -68,10 +70,14 @@ class Evaluation:
     transfer_s: Floats  #: transfer alone
     tied_bytes: Floats  #: once a step
     in_flight: tuple[int, ...]
-    waits: bool  #: memory allows too few micro-batches in flight to keep the bottleneck busy
     memory_bytes: Floats
     missing_bytes: Floats  #: beyond the node's limit
     bottleneck: Pair  #: (stage, stage), the link (source, target), or (-1, site) of a shared uplink
+
+    @property
+    def waits(self) -> bool:
+        """Whether memory allows too few micro-batches in flight to keep the bottleneck busy."""
+        return self.period_s > self.busiest_s
 
     @property
     def fits(self) -> bool:
@@ -145,17 +151,17 @@ class _Evaluator:
         self._traffic()
         self._links()
         fill_s = self._fill()
-        period_s, bottleneck = self._bottleneck()
-        busiest_s = period_s
-        in_flight, period_s, memory, missing = self._flights(period_s)
+        busiest_s, bottleneck = self._bottleneck()
+        in_flight, period_s, memory, missing = self._flights(busiest_s)
         tied_s = self._tied()
         step_s = fill_s + (self.problem.micro_batches - 1) * period_s + tied_s
-        if missing.any() or not self._neighbours_connect():
+        if missing.any() or not np.isfinite(fill_s) or not self._neighbours_connect():
             step_s = np.inf
         return Evaluation(
             float(step_s),
             fill_s,
             period_s,
+            busiest_s,
             tied_s,
             self.forward_s,
             self.backward_s,
@@ -164,7 +170,6 @@ class _Evaluator:
             self.transfer_s,
             self.tied_bytes,
             in_flight,
-            period_s > busiest_s,
             memory,
             missing,
             bottleneck,
@@ -205,18 +210,18 @@ class _Evaluator:
 
     def _fill(self) -> float:
         """The longest way through all stages and back; in a chain, the sum of everything."""
+        if not np.isfinite(self.link_s).all():
+            return float("inf")
         if self._only_neighbours():
             return float(self.forward_s.sum() + self.backward_s.sum() + self.link_s.sum())
-        there = np.zeros(self.stages)
+        way = np.where(self.raw > 0, self.link_s, -np.inf)  # only what is sent is waited for
+        there, back = np.zeros(self.stages), np.zeros(self.stages)
         for stage in range(self.stages):
-            sources = self.raw[:stage, stage] > 0
-            begin = max((there[:stage] + self.link_s[:stage, stage])[sources], default=0.0)
+            begin = (there[:stage] + way[:stage, stage]).max(initial=0.0)
             there[stage] = begin + self.forward_s[stage]
-        back = np.zeros(self.stages)
         for stage in range(self.stages - 1, -1, -1):
-            sources = self.raw[stage + 1 :, stage] > 0
-            begin = max((back[stage + 1 :] + self.link_s[stage + 1 :, stage])[sources], default=there[stage])
-            back[stage] = max(begin, there[stage]) + self.backward_s[stage]
+            begin = (back[stage + 1 :] + way[stage + 1 :, stage]).max(initial=there[stage])
+            back[stage] = begin + self.backward_s[stage]
         return float(back.max())
 
     def _neighbours_connect(self) -> bool:
@@ -301,7 +306,7 @@ class _Evaluator:
     def _wanted(self, pairs: list[float], period_s: float) -> list[int]:
         wanted = [1]
         for pair in reversed(pairs):
-            more = ceil(pair / period_s - _ROUNDING) - 1 if 0 < period_s < np.inf and pair < np.inf else 1
+            more = ceil(pair / period_s - _TOLERANCE) - 1 if 0 < period_s < np.inf and pair < np.inf else 1
             wanted.append(min(self.problem.micro_batches, wanted[-1] + max(1, more)))
         return wanted[::-1]
 

@@ -35,6 +35,7 @@ class _Exact:
         self.waits = chain.problem.micro_batches - 1
         self.best: Arrangement | None = None
         self.best_s = float("inf")
+        self.model_s = float("inf")  #: the best in the chain model, where memory makes nothing wait
 
     def run(self) -> Arrangement | None:
         low, high = float(self.chain.caps_s[0]) * (1 - 1e-6), float(self.chain.caps_s[-1])
@@ -42,7 +43,7 @@ class _Exact:
         while pending and not self.out_of_time():
             low, high, fill_s = pending.pop()
             # a plan with its bottleneck in (low, high] takes at least this
-            if fill_s + self.waits * low >= self.best_s * (1 - TOLERANCE):
+            if fill_s + self.waits * low >= self.model_s * (1 - TOLERANCE):
                 continue
             middle = (low + high) / 2
             if high - low > TOLERANCE / 4 * high:
@@ -56,9 +57,10 @@ class _Exact:
             return float("inf")
         fill_s, order, places = found
         arrangement = self.chain.arrange(order, places)
-        step_s = self.chain.problem.step_s(arrangement)
-        if step_s < self.best_s:
-            self.best_s, self.best = step_s, arrangement
+        evaluation = self.chain.problem.evaluate(arrangement)
+        self.model_s = min(self.model_s, fill_s + self.waits * evaluation.busiest_s)
+        if evaluation.step_s < self.best_s:
+            self.best_s, self.best = evaluation.step_s, arrangement
         return fill_s
 
 

@@ -27,8 +27,9 @@ def layered_plans(chain: Chain, out_of_time: Callable[[], bool], below_s: float 
     found: list[tuple[float, int, Arrangement]] = []  #: the best last
     tried: set[int] = set()
     for step in (_COARSE, _FINE):
-        centre, reach = (found[-1][1], _COARSE) if found else (0, len(chain.caps_s))
-        for cap in range(max(0, centre - reach), min(len(chain.caps_s), centre + reach), step):
+        last = len(chain.caps_s) - 1
+        centre, reach = (found[-1][1], _COARSE) if found else (last, last)
+        for cap in range(max(centre - reach, centre % step), min(last, centre + reach) + 1, step):
             if cap in tried or out_of_time():
                 continue
             tried.add(cap)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from fusion.plan.search import Annealing, Effort
 
 METHODS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
 POOL = 96  #: nodes that the search looks at
-#: Micro-batches in flight more at each stage than at the next: room for slow links, 1F1B's own, and the least.
-SLOPES = (2.0, 1.0, 0.0)
-_FEW_NODES = 16
+#: Micro-batches in flight more at each stage than at the next: room for slow links, 1F1B's own, and fewer.
+SLOPES = (2.0, 1.0, 0.5, 0.0)
+_FEW_NODES, _FEW_BLOCKS = 16, 64
+_REPEATS = 3  #: searches with other random numbers, where they cost little
 
 Stop = Callable[[], bool]
 
@@ -51,13 +52,23 @@ def arrange(problem: Problem, settings: Settings, out_of_time: Stop) -> Arrangem
     if settings.compression.kind == "auto":
         return _auto(problem, settings, search, out_of_time)
     ladder = (topk(settings.compression.ratio),) if settings.compression.kind == "topk" else (NONE,)
-    found = search(problem, ladder, [], settings.seed, out_of_time)
+    found = search(problem, ladder, _Task(settings.seed, out_of_time))
     if found is not None and settings.compression.kind == "adatopk":
         return with_topk(problem, found, settings.compression)
     return found
 
 
-_Search = Callable[[Problem, Sequence[PlanCodec], Sequence[Arrangement], int, Stop], Arrangement | None]
+@dataclass(frozen=True)
+class _Task:
+    """How one search is to be made."""
+
+    seed: int
+    out_of_time: Stop
+    starts: Sequence[Arrangement] = ()
+    thorough: bool = True  #: False: its result is only where the next search starts
+
+
+_Search = Callable[[Problem, Sequence[PlanCodec], _Task], Arrangement | None]
 
 
 def _fitting(problem: Problem, found: Arrangement) -> Arrangement | None:
@@ -82,7 +93,8 @@ def _auto(problem: Problem, settings: Settings, search: _Search, out_of_time: St
     ladder = settings.compression.ladder()
     found: list[Arrangement] = []
     for strongest in sorted({0, len(ladder) - 1}):
-        best = search(problem, ladder[: strongest + 1], found, settings.seed, out_of_time)
+        task = _Task(settings.seed, out_of_time, tuple(found), strongest == len(ladder) - 1)
+        best = search(problem, ladder[: strongest + 1], task)
         if best is not None:
             found.append(best)
     if not found:
@@ -95,40 +107,40 @@ def _auto(problem: Problem, settings: Settings, search: _Search, out_of_time: St
 # ---- ours ----
 
 
-def _ours(
-    problem: Problem, ladder: Sequence[PlanCodec], starts: Sequence[Arrangement], seed: int, out_of_time: Stop
-) -> Arrangement | None:
-    """The layered program over the most promising nodes, then the annealing from there and from `starts`."""
+def _ours(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrangement | None:
+    """The layered program over the most promising nodes, then the annealing from there and from the task's starts."""
     if len(problem.network.flops) > POOL:
-        return _on_pool(problem, ladder, starts, seed, out_of_time)
-    found = [Chain(problem, ladder).arrange(one.nodes, one.places) for one in starts]
+        return _on_pool(problem, ladder, task)
+    found = [Chain(problem, ladder).arrange(one.nodes, one.places) for one in task.starts]
     chains: list[Chain] = []  #: the most useful last
     for slope in SLOPES:
         chain = Chain(problem, ladder, slope)
         best_s = min((problem.step_s(one) for one in found), default=np.inf)
-        better = layered_plans(chain, out_of_time, best_s)
+        better = layered_plans(chain, task.out_of_time, best_s)
         chains.insert(len(chains) if better else 0, chain)
         found = better + found
         if problem.gpipe or not chain.memory_binds:
             break
     if len(problem.network.flops) > _FEW_NODES:
-        return Annealing(chains[-1], seed, Effort(16, 40), out_of_time).run(found)
-    for chain in chains:
-        best = Annealing(chain, seed, Effort(24, 120), out_of_time).run(found)
+        effort = Effort(16, 32) if task.thorough else Effort(16, 8)
+        return Annealing(chains[-1], task.seed, effort, task.out_of_time).run(found)
+    rounds = min(120 if task.thorough else 30, 15 * (len(problem.network.flops) - 1))
+    main, spare = Effort(24, rounds, random=12), Effort(24, rounds // 3, random=4)
+    again = _REPEATS if problem.profile.blocks <= _FEW_BLOCKS else 1
+    for chain, effort in [(chains[-1], main)] * again + [(chain, spare) for chain in chains[:-1]]:
+        best = Annealing(chain, task.seed + len(found), effort, task.out_of_time).run(found)
         found = found if best is None else [best, *found]
     return min(found, key=problem.step_s, default=None)
 
 
-def _on_pool(
-    problem: Problem, ladder: Sequence[PlanCodec], starts: Sequence[Arrangement], seed: int, out_of_time: Stop
-) -> Arrangement | None:
+def _on_pool(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrangement | None:
     """Search on a part of the nodes, and translate their numbers there and back."""
-    pool = promising(problem, POOL, [node for one in starts for node in one.nodes])
+    pool = promising(problem, POOL, [node for one in task.starts for node in one.nodes])
     place = {int(node): index for index, node in enumerate(pool)}
-    inside = [
-        Arrangement(tuple(place[node] for node in one.nodes), one.places, one.ladder, one.choice) for one in starts
-    ]
-    found = _ours(problem.subset(pool), ladder, inside, seed, out_of_time)
+    inside = tuple(
+        Arrangement(tuple(place[node] for node in one.nodes), one.places, one.ladder, one.choice) for one in task.starts
+    )
+    found = _ours(problem.subset(pool), ladder, replace(task, starts=inside))
     if found is None:
         return None
     return Arrangement(tuple(int(pool[node]) for node in found.nodes), found.places, found.ladder, found.choice)
@@ -160,11 +172,9 @@ def promising(problem: Problem, most: int, needed: Sequence[int] = ()) -> Ints:
 # ---- the reference ----
 
 
-def _exact(
-    problem: Problem, ladder: Sequence[PlanCodec], starts: Sequence[Arrangement], seed: int, out_of_time: Stop
-) -> Arrangement | None:
+def _exact(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrangement | None:
     """The optimum of the chain model, for the best of a few assumptions on micro-batches in flight."""
-    del starts, seed
-    found = [exact_plan(Chain(problem, ladder, slope), out_of_time) for slope in SLOPES[: 1 if problem.gpipe else None]]
+    slopes = SLOPES[: 1 if problem.gpipe else None]
+    found = [exact_plan(Chain(problem, ladder, slope), task.out_of_time) for slope in slopes]
     fitting = [one for one in found if one is not None]
     return min(fitting, key=problem.step_s, default=None)

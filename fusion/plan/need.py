@@ -75,8 +75,11 @@ def total_bytes(resident: float, per_micro_batch: float, working: float, flights
     return int(MARGIN * (resident + flights * per_micro_batch + 2 * working))
 
 
-def stage_bytes(parts: Partition, stage: int, job: JobView) -> int:
-    """Return the memory that a stage of a partition needs, by the most exact account that the graph allows."""
+def stage_bytes(parts: Partition, stage: int, job: JobView, flights: int = 0) -> int:
+    """Return the memory that a stage of a partition needs, by the most exact account that the graph allows.
+
+    `flights`: micro-batches in flight; 0: as the schedule's name says.
+    """
     graph, shard = parts.graph, parts.shards[stage]
     positions = operators_of(shard)
     uses: dict[ValueId, int] = {}
@@ -89,5 +92,5 @@ def stage_bytes(parts: Partition, stage: int, job: JobView) -> int:
     received = sum(graph.values[parts.edges[edge].value].bytes for edge in shard.incoming)
     sent = sum(graph.values[value].bytes for value in {parts.edges[edge].value for edge in shard.outgoing})
     working = max(graph.operators[position].cost.moved_bytes for position in positions)
-    flights = in_flight(job, stage, len(parts.shards))
+    flights = flights or in_flight(job, stage, len(parts.shards))
     return total_bytes(resident, saved + received + sent, working, flights)

@@ -16,7 +16,9 @@ from fusion.plan.chain import NEVER, Chain, Order
 from fusion.plan.cost import Arrangement
 
 _NEIGHBOURS = 12
-_CAP_STEPS = (-3, -1, 0, 2)  #: bottlenecks tried around a chain's own
+_POLISH_FROM = 12  #: rounds; a shorter search is not polished
+_CAP_STEPS = (-2, 0, 2)  #: bottlenecks tried around a chain's own
+_DOUBT = 1.15  #: how much less than in the chain model a step may take, where edges skip stages
 _HOT, _COLD = 0.04, 0.002  #: relative loss that is accepted with probability 1/e, at the start and at the end
 
 
@@ -26,6 +28,7 @@ class Effort:
 
     chains: int = 16
     rounds: int = 120
+    random: int = 0  #: chains that start from random orders of all nodes
 
 
 @dataclass(slots=True)
@@ -54,6 +57,9 @@ class Annealing:
         states = [self._start(found) for found in starts[: self.effort.chains]]
         states = [states[index % len(states)] for index in range(self.effort.chains)]
         states = [_State(state.order, state.step_s, state.cap) for state in states]
+        for state in states[len(states) - self.effort.random :]:
+            order = self.draw.permutation(self.chain.nodes)[: self.max_stages]
+            state.order, state.step_s = tuple(order.tolist()), float("inf")
         for number in range(self.effort.rounds):
             if self.out_of_time():
                 break
@@ -61,7 +67,8 @@ class Annealing:
             self._round(states, heat)
             if number % 25 == 24:
                 self._share(states)
-        self._polish()
+        if self.effort.rounds >= _POLISH_FROM:
+            self._polish()
         return self.best
 
     def _start(self, found: Arrangement) -> _State:
@@ -89,7 +96,7 @@ class Annealing:
 
     def _consider(self, order: Order, found: Costed, worth_s: float) -> float:
         """Return the step time of an order, by exact evaluation where the chain model is not exact; keep the best."""
-        if found.step_s >= NEVER / 2 or (self.exact and found.step_s > worth_s * 1.3):
+        if found.step_s >= NEVER / 2 or (self.exact and found.step_s > worth_s * _DOUBT):
             return float("inf")
         if not self.exact and found.step_s > self.best_s * (1 + 1e-4):
             return found.step_s

@@ -48,6 +48,7 @@ class HeldLoad:
     bytes: int
     elements: int
     trainable: bool = False
+    parameter: bool = True  #: False for buffers and constants
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def _held(graph: Graph) -> list[HeldLoad]:
 def _held_one(graph: Graph, value: ValueId, parameter: bool) -> HeldLoad:
     item = graph.values[value]
     elements = 0 if item.spec is None else item.spec.elements
-    return HeldLoad(_distinct(graph.readers[value]), item.bytes, elements, parameter and item.requires_grad)
+    trainable = parameter and item.requires_grad
+    return HeldLoad(_distinct(graph.readers[value]), item.bytes, elements, trainable, parameter)
 
 
 def _distinct(positions: Sequence[int]) -> tuple[int, ...]:

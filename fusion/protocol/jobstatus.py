@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fusion.base.ids import NodeId
+from fusion.plan.types import Plan
 from fusion.protocol.job import BlobRef, blob_from_proto
 from fusion.protocol.metrics import StepMetrics, metrics_from_proto
+from fusion.protocol.plan import plan_from_proto
 from fusion.wire.v1 import coordinator_pb2, node_pb2
 
 
@@ -55,7 +57,7 @@ class JobStatus:
     job_id: str
     name: str
     state: JobState
-    reason: str  #: why it waits, failed or was cancelled; one line
+    reason: str  #: why it waits, failed or was cancelled, or where it moves to; one line
     step: int  #: last finished
     steps: int
     stages: tuple[StageStatus, ...]  #: empty until there is a plan
@@ -66,6 +68,7 @@ class JobStatus:
     owner: str
     graph: BlobRef | None = None
     weights: BlobRef | None = None  #: initial
+    plan: Plan | None = None  #: in force, or the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ def status_from_proto(message: coordinator_pb2.JobStatus) -> JobStatus:
         owner=message.owner,
         graph=blob_from_proto(message.graph) if message.HasField("graph") else None,
         weights=blob_from_proto(message.weights) if message.HasField("weights") else None,
+        plan=plan_from_proto(message.plan) if message.plan.stages else None,
     )
 
 

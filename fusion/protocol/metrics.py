@@ -9,6 +9,19 @@ from fusion.wire.v1 import coordinator_pb2, node_pb2
 
 
 @dataclass(frozen=True, slots=True)
+class LinkMetrics:
+    """What one stage received from another in one step, in messages large enough to time."""
+
+    bytes: int  #: payload, without what arrives together with a message's header
+    busy_s: float  #: from each message's header to its last byte
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Goodput as the receiver saw it; 0 where it took no time to speak of."""
+        return self.bytes / self.busy_s if self.busy_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StageMetrics:
     """What one stage did in one step."""
 
@@ -18,6 +31,8 @@ class StageMetrics:
     wait_s: float = 0.0
     sent_bytes: dict[StageIndex, int] = field(default_factory=dict)  #: by the stage that they went to
     peak_memory_bytes: int = 0
+    received: dict[StageIndex, LinkMetrics] = field(default_factory=dict)  #: by the stage that it came from
+    blocked_s: dict[StageIndex, float] = field(default_factory=dict)  #: messages to that stage waited for credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +104,8 @@ def _stage_from_proto(message: node_pb2.StageStep) -> StageMetrics:
         wait_s=message.wait_s,
         sent_bytes={StageIndex(link.target): link.bytes for link in message.sent},
         peak_memory_bytes=message.peak_memory_bytes,
+        received={StageIndex(link.source): LinkMetrics(link.bytes, link.busy_s) for link in message.received},
+        blocked_s={StageIndex(link.target): link.blocked_s for link in message.sent if link.blocked_s},
     )
 
 
@@ -101,6 +118,13 @@ def _stage_to_proto(stage: StageMetrics, metrics: StepMetrics) -> node_pb2.Stage
         step_s=stage.step_s,
         compute_s=stage.compute_s,
         wait_s=stage.wait_s,
-        sent=[node_pb2.LinkBytes(target=target, bytes=count) for target, count in stage.sent_bytes.items()],
+        sent=[
+            node_pb2.LinkBytes(target=target, bytes=count, blocked_s=stage.blocked_s.get(target, 0.0))
+            for target, count in stage.sent_bytes.items()
+        ],
+        received=[
+            node_pb2.LinkReceived(source=source, bytes=link.bytes, busy_s=link.busy_s)
+            for source, link in stage.received.items()
+        ],
         peak_memory_bytes=stage.peak_memory_bytes,
     )

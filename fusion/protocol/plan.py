@@ -9,10 +9,18 @@ from google.protobuf.message import DecodeError
 from fusion.base.errors import WireError
 from fusion.base.ids import ClusterId, Epoch, Incarnation, JobId, NodeId, StageIndex, is_id
 from fusion.plan.types import Plan, PlannedLink, PlannedStage
-from fusion.protocol.job import JobSpec, job_from_proto, job_to_proto
+from fusion.protocol.job import BlobRef, JobSpec, blob_from_proto, job_from_proto, job_to_proto
 from fusion.wire.v1 import job_pb2, plan_pb2
 
 MAX_STAGES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a job goes on that was held under another plan."""
+
+    step: int  #: the last one done
+    states: tuple[BlobRef, ...]  #: together all that training has changed, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,7 @@ class Assignment:
     stage: StageIndex
     spec: JobSpec
     plan: Plan
+    resume: Resume | None = None  #: None: from the first step
 
 
 def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
@@ -119,13 +128,27 @@ def _check_plan(plan: Plan) -> None:
 
 def assignment_to_proto(assignment: Assignment) -> plan_pb2.Assignment:
     """Return the message for an assignment."""
-    return plan_pb2.Assignment(
+    message = plan_pb2.Assignment(
         job_id=assignment.job,
         cluster_id=assignment.cluster,
         stage=assignment.stage,
         job_spec=job_to_proto(assignment.spec).SerializeToString(deterministic=True),
         plan=plan_to_proto(assignment.plan),
     )
+    if assignment.resume is not None:
+        message.resume.step = assignment.resume.step
+        for state in assignment.resume.states:
+            message.resume.states.add(digest=state.digest, size_bytes=state.size_bytes)
+    return message
+
+
+def resume_from_proto(message: plan_pb2.Assignment) -> Resume | None:
+    """Return where an assignment goes on; None if it begins with the first step. WireError if it cannot."""
+    if not message.HasField("resume"):
+        return None
+    if not 1 <= message.resume.step < 2**63 or not 1 <= len(message.resume.states) <= MAX_STAGES:
+        raise WireError(f"assignment: it cannot go on after step {message.resume.step} from no state at all")
+    return Resume(message.resume.step, tuple(blob_from_proto(state) for state in message.resume.states))
 
 
 def assignment_from_proto(message: plan_pb2.Assignment) -> Assignment:
@@ -139,4 +162,11 @@ def assignment_from_proto(message: plan_pb2.Assignment) -> Assignment:
         spec = job_from_proto(job_pb2.JobSpec.FromString(message.job_spec))
     except DecodeError:
         raise WireError("assignment: its job cannot be read") from None
-    return Assignment(JobId(message.job_id), ClusterId(message.cluster_id), StageIndex(message.stage), spec, plan)
+    return Assignment(
+        JobId(message.job_id),
+        ClusterId(message.cluster_id),
+        StageIndex(message.stage),
+        spec,
+        plan,
+        resume_from_proto(message),
+    )

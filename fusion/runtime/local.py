@@ -206,7 +206,7 @@ def apply_settings(spec: JobSpec) -> None:
     strict = spec.determinism == "strict"
     if spec.threads or strict:
         torch.set_num_threads(spec.threads or 1)
-    # As use_deterministic_algorithms(strict), which imports torch's compiler though: a second and 80 MB per worker.
+    # "error" is use_deterministic_algorithms(True); as a mode it can be put back as it was.
     torch.set_deterministic_debug_mode("error" if strict else "default")
     if strict:
         torch.backends.cuda.matmul.allow_tf32 = False

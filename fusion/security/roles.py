@@ -42,6 +42,7 @@ METHOD_ROLES: dict[str, frozenset[Role]] = {
     "/fusion.wire.v1.Jobs/List": _OWNERS,
     "/fusion.wire.v1.Jobs/Follow": _OWNERS,
     "/fusion.wire.v1.Jobs/Cancel": _OWNERS,
+    "/fusion.wire.v1.Jobs/Move": _OWNERS,
     "/fusion.wire.v1.Blobs/Stat": _OWNERS | _NODE,
     "/fusion.wire.v1.Blobs/Put": _OWNERS | _NODE,
     "/fusion.wire.v1.Blobs/Get": _OWNERS | _NODE,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fusion.base.errors import WireError
 from fusion.base.ids import StageIndex
-from fusion.base.units import MIB
+from fusion.base.units import KIB, MIB
 from fusion.graph.dag import DTYPE_BYTES
 from fusion.protocol.header import describe, elements, header_from_proto, span_bytes
 from fusion.protocol.messages import MessageHeader, Session
@@ -24,6 +24,7 @@ Limit = Callable[[MessageHeader], int]  #: most bytes of payload and of tensor m
 
 _STEPS_REMEMBERED = 4  #: stages are at most one step apart; older messages cannot be meant
 _MAX_MESSAGES_PER_STEP = 2**20
+_TIMED_BYTES, _RECORD_BYTES = 64 * KIB, 16 * KIB  #: a header shares its TLS record with the payload's beginning
 _MAX_FREE_OUTSTANDING = 1024  #: urgent messages without credit that may be held at once
 
 
@@ -38,7 +39,7 @@ class ReceiveCounters:
     messages: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0  #: frames, before TLS
-    bulk_bytes: int = 0  #: payload of whole messages that are not urgent
+    timed_bytes: int = 0  #: of messages large enough to time, without what arrives together with their header
     busy_s: float = 0.0  #: from each such message's header to its last byte
 
 
@@ -193,8 +194,8 @@ class Assembler:
     def _arrived(self, opened: _Open) -> Incoming:
         self.counters.messages += 1
         self.counters.payload_bytes += len(opened.payload)
-        if not opened.urgent:
-            self.counters.bulk_bytes += len(opened.payload)
+        if not opened.urgent and len(opened.payload) >= _TIMED_BYTES:
+            self.counters.timed_bytes += len(opened.payload) - _RECORD_BYTES
             self.counters.busy_s += time.monotonic() - opened.began_s
         return Incoming(
             source=StageIndex(self._session.source),

@@ -22,12 +22,12 @@ __all__ = ["DialHost", "OutgoingStream"]
 
 _OTHER_RUN_S = 10.0  #: how long a worker of an earlier run may still answer at the address of the one we want
 _TLS_MISMATCHES = 3  #: so many answers in a row with a wrong certificate are no accident
+#: UNIMPLEMENTED is none of them: so answers a daemon that holds the port until its worker begins.
 _FINAL: dict[grpc.StatusCode, type[FusionError]] = {
     grpc.StatusCode.UNAUTHENTICATED: AuthError,
     grpc.StatusCode.PERMISSION_DENIED: AuthError,
     grpc.StatusCode.FAILED_PRECONDITION: StateError,
     grpc.StatusCode.INVALID_ARGUMENT: WireError,
-    grpc.StatusCode.UNIMPLEMENTED: WireError,
 }
 
 

@@ -29,6 +29,7 @@ from fusion.wire.v1 import peer_pb2
 __all__ = ["GrpcTransport", "PeerInfo"]
 
 _DRAIN_S = 5.0
+_DRAIN_LOOK_S = 0.02
 _BETTER_WORDS_S = 0.5
 
 
@@ -172,9 +173,10 @@ class GrpcTransport:
         """
         self._receiver = receiver
         self.listen()
-        assert self._server is not None  # listen has just made it
-        self._server.start()
-        self._serving = True
+        with self._changed:  # a close from another thread comes before this or after
+            if self._server is not None and not self._closing:
+                self._server.start()
+                self._serving = True
         for peer in self._peers.values():
             peer.outgoing.start()
         with self._changed:
@@ -220,6 +222,21 @@ class GrpcTransport:
     def counters(self) -> dict[StageIndex, tuple[SendCounters, ReceiveCounters]]:
         """Return what went to and came from each peer so far."""
         return {stage: (peer.outbox.counters, peer.assembler.counters) for stage, peer in self._peers.items()}
+
+    def drain(self, patience_s: float, give_up: Callable[[], bool]) -> None:
+        """Return once the peers have used everything that was sent, or have gone; or once `give_up()` says so.
+
+        A slow link takes its time: it also ends when nothing has left or come back for `patience_s`.
+        """
+        moved_s, before = time.monotonic(), (0, 0)
+        while not give_up() and not all(peer.outbox.drained for peer in self._peers.values()):
+            counters = [peer.outbox.counters for peer in self._peers.values()]
+            now = sum(one.wire_bytes for one in counters), sum(one.messages for one in counters)
+            if now != before:
+                moved_s, before = time.monotonic(), now
+            if time.monotonic() - moved_s > patience_s:
+                return
+            time.sleep(_DRAIN_LOOK_S)
 
     def close(self, reason: str) -> None:
         """Send what is queued (for at most 5 s), say goodbye, stop every thread, close every channel and the server."""

@@ -69,7 +69,15 @@ class Outbox:
         self._outstanding = 0
         self._goodbye: str | None = None
         self._aborted = False
+        self._preparing = False
         self._number = 0
+
+    @property
+    def drained(self) -> bool:
+        """Whether everything has been sent and used by the other side, or never will be."""
+        with self._changed:
+            waiting = self._preparing or any(lane.queue or lane.current for lane in (self._urgent, self._bulk))
+            return self._aborted or not (waiting or self._outstanding)
 
     def put(self, message: Outgoing) -> None:
         """Queue a message; after `finish` or `abort` it is dropped."""
@@ -163,9 +171,11 @@ class Outbox:
             if not lane.queue:  # aborted in the meantime
                 return
             outgoing = lane.queue.popleft()
+            self._preparing = True
         header, payload = outgoing.prepare()
         prepared = _Prepared(outgoing, header, memoryview(payload).cast("B") if len(payload) else memoryview(b""))
         with self._changed:
+            self._preparing = False
             if not self._aborted:
                 lane.current = prepared
 

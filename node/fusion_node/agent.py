@@ -22,8 +22,11 @@ from fusion_node.events import (
     Assignment,
     Event,
     Exit,
+    Forget,
     Heartbeat,
     HeartbeatAnswered,
+    HoldOrdered,
+    HoldWorker,
     Leave,
     Left,
     Note,
@@ -100,6 +103,11 @@ class Agent:
         """The number of the present registration; 0 without one."""
         return self._registration.incarnation if self._registration else 0
 
+    @property
+    def can_be_probed(self) -> bool:
+        """Whether nothing needs the data plane's port, and the node goes on."""
+        return self._registration is not None and self._worker is None and not self._leaving and self._exit is None
+
     def start(self) -> list[Action]:
         """Return the first actions."""
         return [Register(0.0)]
@@ -128,6 +136,8 @@ class Agent:
                 self._assigned(event, now_s)
             case StopOrdered():
                 self._stop_ordered(event)
+            case HoldOrdered():
+                self._hold_ordered(event)
             case WorkerReported():
                 self._worker_reported(event.report, now_s)
             case WorkerExited():
@@ -278,6 +288,15 @@ class Agent:
             self._report(waiting, stopped)
         if worker is not None and _meant(event, worker.assignment.ref):
             self._stop_worker(event.reason, STOP_GRACE_S, stopped)
+        if event.epoch in (0, self._newest.get(event.job, 0)):  # a newer epoch may still start from what is kept
+            self._do(Forget(event.job))
+
+    def _hold_ordered(self, event: HoldOrdered) -> None:
+        worker = self._worker
+        if event.incarnation != self.incarnation or worker is None or worker.stopping or worker.ended:
+            return
+        if (event.job, event.epoch) == (worker.assignment.ref.job, worker.assignment.ref.epoch):
+            self._do(HoldWorker())
 
     # ---- the worker ----
 

@@ -89,6 +89,10 @@ class Control:
         request = node_pb2.ProbeRequest(address=address, nonce=nonce)
         return await self._call(self._calls.ProbeReachability(request, timeout=PROBE_DEADLINE_S))
 
+    async def report_links(self, request: node_pb2.LinksReport) -> node_pb2.LinksReportResponse:
+        """Tell what probes have found."""
+        return await self._call(self._calls.ReportLinks(request, timeout=CALL_DEADLINE_S))
+
     async def renew(self, csr_der: bytes) -> bytes:
         """Return a new certificate (PEM) for the same key."""
         response: node_pb2.RenewResponse = await self._call(

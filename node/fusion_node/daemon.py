@@ -33,8 +33,10 @@ from fusion_node.events import Action, Assignment, Event, StageRef
 from fusion_node.hardware import Hardware, Limits, look
 from fusion_node.ipc import WorkerConfig
 from fusion_node.outbox import Outbox
+from fusion_node.probes import ProbePort, measure
 from fusion_node.reachability import DEFAULT_LISTEN, NotReachableError, Reachability, find_out
 from fusion_node.renewal import keep_renewed
+from fusion_node.statefiles import StateFiles
 from fusion_node.supervisor import WORKER_COMMAND, Supervisor
 
 log = logging.getLogger("fusion.node")
@@ -58,6 +60,11 @@ class Settings:
     routes: dict[str, str] = field(default_factory=dict)
     require_reachable: bool = False
     emulate_flops: float = 0.0  #: lab: the speed to stand for; 0: its own
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where the worker keeps what it can fetch again."""
+        return self.home / "cache"
 
 
 @contextmanager
@@ -110,6 +117,8 @@ class Daemon:
         self._supervisor = Supervisor(settings.home / "logs", self._events.put_nowait, worker_command)
         self._outbox = Outbox(self._name, clock)
         self._control = Control(credentials)
+        self._states = StateFiles(settings.cache_dir)
+        self._probes = ProbePort(credentials.cluster, lambda: self._credentials)
         self._hardware: Hardware | None = None
         self._reachability: Reachability | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,6 +152,7 @@ class Daemon:
             if isinstance(event, BaseException):
                 raise event
             self._do(self._agent.handle(event, self._clock.monotonic_s()))
+            self._mind_port()
         level = logging.ERROR if self._exit.code else logging.INFO
         log.log(level, self._exit.message, extra=fields(exit_code=self._exit.code))
         return self._exit.code
@@ -152,6 +162,7 @@ class Daemon:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._supervisor.close()
+        await self._probes.release()
         await self._control.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -200,6 +211,10 @@ class Daemon:
             case events.StopWorker():
                 log.info("stopping the worker", extra=fields(reason=action.reason, grace_s=action.grace_s))
                 self._supervisor.stop(action.reason, action.grace_s, action.ask)
+            case events.HoldWorker():
+                self._supervisor.hold()
+            case events.Forget():
+                self._states.clear(action.job)
             case events.ReportStage():
                 log.info(f"{action.ref} is {action.report.state}", extra=fields(detail=action.report.detail))
                 self._outbox.put_stage(action)
@@ -223,7 +238,7 @@ class Daemon:
             listen=self._reachability.listen,
             credentials_dir=str(settings.home),
             coordinator=self._credentials.coordinator,
-            cache_dir=str(settings.home / "cache"),
+            cache_dir=str(settings.cache_dir),
             incarnation=assignment.incarnation,
             device=self._hardware.device,
             threads=_job_threads(assignment.payload) or self._hardware.threads,
@@ -234,7 +249,15 @@ class Daemon:
         )
         name = f"worker-{ref.job}-e{ref.epoch}-s{ref.stage}"
         log.info(f"starting a worker for {ref}", extra=fields(log=settings.home / "logs" / f"{name}.log"))
-        self._supervisor.start(config, name)
+        self._probes.want("")
+        self._supervisor.start(config, name, self._probes.release)
+
+    def _mind_port(self) -> None:
+        """Hold the data plane's port while no worker needs it, so that the links to this node can be measured."""
+        found = self._reachability
+        self._probes.want(found.listen if found is not None and self._agent.can_be_probed else "")
+        if not self._probes.settled:
+            self._spawn(self._probes.settle(), "probe-port")
 
     # ---- registration ----
 
@@ -374,8 +397,24 @@ class Daemon:
             case "stop":
                 stop = command.stop
                 self._events.put_nowait(events.StopOrdered(incarnation, stop.job_id, stop.epoch, stop.reason))
+            case "hold":
+                self._events.put_nowait(events.HoldOrdered(incarnation, command.hold.job_id, command.hold.epoch))
+            case "probe":
+                self._probes.service.let_in(command.probe.callers)
+                if command.probe.targets:
+                    self._spawn(self._probe(incarnation, command.probe), "probe")
             case _:
                 return  # a ping, or what a newer coordinator knows
+
+    async def _probe(self, incarnation: int, order: node_pb2.ProbeOrder) -> None:
+        """Measure the links that the coordinator asks for, and tell it. It asks again for what it does not hear of."""
+        report = node_pb2.LinksReport(incarnation=incarnation)
+        for target in order.targets:
+            report.links.append(await measure(target, self._credentials, self._settings.routes))
+        try:
+            await self._control.report_links(report)
+        except FusionError as error:
+            log.info("measurements of links not told", extra=fields(reason=error))
 
     async def _leave(self, action: events.Leave) -> None:
         await self._outbox.flush(LAST_REPORTS_S)

@@ -99,6 +99,15 @@ class StopOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldOrdered:
+    """A command to end the run of an epoch at a step's end, with the state uploaded."""
+
+    incarnation: int
+    job: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReported:
     """A line of the worker."""
 
@@ -135,6 +144,7 @@ Event = (
     | AccessRefused
     | Assigned
     | StopOrdered
+    | HoldOrdered
     | WorkerReported
     | WorkerExited
     | Signalled
@@ -186,6 +196,18 @@ class StopWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldWorker:
+    """Ask the worker to hold at a step's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Delete what was kept on the disk for a job to go on here."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportStage:
     """Tell the coordinator about a stage, once, in order, however long it takes."""
 
@@ -227,4 +249,17 @@ class Note:
     text: str
 
 
-Action = Register | Watch | Heartbeat | StartWorker | StopWorker | ReportStage | ReportMetrics | Leave | Exit | Note
+Action = (
+    Register
+    | Watch
+    | Heartbeat
+    | StartWorker
+    | StopWorker
+    | HoldWorker
+    | Forget
+    | ReportStage
+    | ReportMetrics
+    | Leave
+    | Exit
+    | Note
+)

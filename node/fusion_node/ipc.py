@@ -17,13 +17,13 @@ import msgspec
 
 from fusion.base.errors import WireError
 
-StateName = Literal["starting", "ready", "running", "finished", "failed", "stopped"]
+StateName = Literal["starting", "ready", "running", "finished", "failed", "stopped", "held"]
 Cause = Literal["", "error", "peer-lost", "crash", "out-of-memory", "lease"]
 Level = Literal["debug", "info", "warning", "error"]
 Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
-TERMINAL_STATES: frozenset[str] = frozenset({"finished", "failed", "stopped"})
+TERMINAL_STATES: frozenset[str] = frozenset({"finished", "failed", "stopped", "held"})
 PROGRESS_INTERVAL_S = 2.0  #: how often a worker says that it lives
 MAX_LINE_BYTES = 2**20  #: of a report
 MAX_TEXT = 4000  #: characters of a detail or a log entry that are kept
@@ -54,6 +54,10 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     reason: str
 
 
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """End at the next step's end, alike on all stages, and say "held". For the worker of stage 0."""
+
+
 class StageStateReport(msgspec.Struct, frozen=True, tag="state"):
     """The stage has come into a state. After a terminal one the worker ends."""
 
@@ -63,6 +67,9 @@ class StageStateReport(msgspec.Struct, frozen=True, tag="state"):
     peer_stage: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1  #: of "peer-lost": the stage that was lost
     weights_digest: str = ""  #: of "finished": the uploaded weights
     weights_size_bytes: Count = 0
+    step: Count = 0  #: of "held", and of "running" once it does no further step: the last one done
+    held_digest: str = ""  #: of "held": the uploaded state
+    held_size_bytes: Count = 0
 
 
 class Sending(msgspec.Struct, frozen=True):
@@ -73,9 +80,9 @@ class Sending(msgspec.Struct, frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """What came from one source stage in one step, urgent messages left out."""
+    """What came from one source stage in one step, in messages large enough to time."""
 
-    bytes: Count  #: payload
+    bytes: Count  #: payload, without what arrives together with a message's header
     busy_s: float  #: from each message's header to its last byte
 
 
@@ -113,7 +120,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     micro_batches: Count  #: passes of micro-batches done so far, forward and backward; it only grows
 
 
-Command = Stop
+Command = Stop | Hold
 Report = StageStateReport | StepReport | LogEntry | Progress
 
 
@@ -196,12 +203,19 @@ class WorkerChannel:
         """Return the daemon's first line. WireError if it is not a configuration or the daemon is gone."""
         return decode_config(next(self._lines, b""))
 
-    def watch(self, on_stop: Callable[[str], None], on_orphaned: Callable[[], None] = exit_orphaned) -> None:
+    def watch(
+        self,
+        on_stop: Callable[[str], None],
+        on_orphaned: Callable[[], None] = exit_orphaned,
+        on_hold: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start two daemon threads: one waits for commands, one sends signs of life every PROGRESS_INTERVAL_S.
 
-        `on_stop(reason)` is called on the first one's thread for a Stop; `on_orphaned()` once the daemon is gone.
+        `on_stop(reason)` and `on_hold()` are called on the first one's thread for a Stop and a Hold; `on_orphaned()`
+        once the daemon is gone.
         """
-        threading.Thread(target=self._watch, args=(on_stop, on_orphaned), name="ipc-commands", daemon=True).start()
+        arguments = (on_stop, on_orphaned, on_hold)
+        threading.Thread(target=self._watch, args=arguments, name="ipc-commands", daemon=True).start()
         threading.Thread(target=self._beat, name="ipc-progress", daemon=True).start()
 
     def report(self, message: Report) -> None:
@@ -230,10 +244,16 @@ class WorkerChannel:
         """Stop the signs of life; what was reported has left already."""
         self._closed.set()
 
-    def _watch(self, on_stop: Callable[[str], None], on_orphaned: Callable[[], None]) -> None:
+    def _watch(
+        self, on_stop: Callable[[str], None], on_orphaned: Callable[[], None], on_hold: Callable[[], None]
+    ) -> None:
         for line in self._lines:
             try:
-                on_stop(decode_command(line).reason)
+                command = decode_command(line)
+                if isinstance(command, Stop):
+                    on_stop(command.reason)
+                else:
+                    on_hold()
             except WireError as error:
                 on_stop(str(error))
         if not self._closed.is_set():

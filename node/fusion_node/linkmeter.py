@@ -33,7 +33,7 @@ class LinkMeter:
             if sent.payload_bytes > sent_before.payload_bytes:
                 busy_s = sent.sending_s - sent_before.sending_s
                 sending[int(peer)] = Sending(busy_s, sent.blocked_s - sent_before.blocked_s)
-            if got.bulk_bytes > got_before.bulk_bytes:
-                count = got.bulk_bytes - got_before.bulk_bytes
+            if got.timed_bytes > got_before.timed_bytes:
+                count = got.timed_bytes - got_before.timed_bytes
                 received[int(peer)] = Received(count, got.busy_s - got_before.busy_s)
         return sending, received

@@ -30,6 +30,7 @@ _STATES = {
     "finished": node_pb2.STAGE_STATE_FINISHED,
     "failed": node_pb2.STAGE_STATE_FAILED,
     "stopped": node_pb2.STAGE_STATE_STOPPED,
+    "held": node_pb2.STAGE_STATE_HELD,
 }
 
 
@@ -149,7 +150,10 @@ def stage_message(ref: StageRef, incarnation: int, report: StageStateReport) -> 
         cause=report.cause,
         peer_stage=report.peer_stage,
         incarnation=incarnation,
+        step=report.step,
     )
+    if report.held_digest:
+        message.held.CopyFrom(tensor_pb2.BlobRef(digest=report.held_digest, size_bytes=report.held_size_bytes))
     if report.weights_digest:
         message.weights.CopyFrom(tensor_pb2.BlobRef(digest=report.weights_digest, size_bytes=report.weights_size_bytes))
     return message

@@ -10,7 +10,7 @@ import signal
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import fusion
@@ -18,7 +18,7 @@ import fusion_node
 from fusion.base.errors import WireError
 from fusion.base.units import MIB
 from fusion_node.events import WorkerExited, WorkerReported
-from fusion_node.ipc import MAX_LINE_BYTES, Cause, LogEntry, Stop, WorkerConfig, decode_report, encode, one_line
+from fusion_node.ipc import MAX_LINE_BYTES, Cause, Hold, LogEntry, Stop, WorkerConfig, decode_report, encode, one_line
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "fusion_node.worker")
 MAX_LOG_BYTES = 8 * MIB  #: of one file; a worker has at most two, the older ends in ".1"
@@ -118,12 +118,15 @@ class Supervisor:
         """The running worker's process id."""
         return self._process.pid if self._process else None
 
-    def start(self, config: WorkerConfig, name: str) -> None:
-        """Start a worker with `config`; `name` (a safe file name) is its log's. WorkerExited comes in any case."""
+    def start(self, config: WorkerConfig, name: str, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Start a worker with `config`, after `prepare`; `name` (a safe file name) is its log's.
+
+        WorkerExited comes in any case.
+        """
         if self._task is not None and not self._task.done():
             raise RuntimeError("a worker is still running")
         self._early_stops.clear()
-        self._task = asyncio.get_running_loop().create_task(self._run(config, name), name="worker")
+        self._task = asyncio.get_running_loop().create_task(self._run(config, name, prepare), name="worker")
 
     def stop(self, reason: str, grace_s: float, ask: bool = True) -> None:
         """Ask the worker to end, send SIGTERM after half of `grace_s` and SIGKILL after all of it."""
@@ -138,6 +141,12 @@ class Supervisor:
         if grace_s > 0:
             self._timers.append(loop.call_later(grace_s / 2, self._signal, process, signal.SIGTERM))
         self._timers.append(loop.call_later(grace_s, self._signal, process, signal.SIGKILL))
+
+    def hold(self) -> None:
+        """Ask the worker to hold at a step's end."""
+        process = self._process
+        if process is not None and process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(encode(Hold()))
 
     async def close(self) -> None:
         """Kill the worker, if there is one, and wait until nothing of it is left."""
@@ -154,8 +163,10 @@ class Supervisor:
         except (ProcessLookupError, PermissionError):
             return
 
-    async def _run(self, config: WorkerConfig, name: str) -> None:
+    async def _run(self, config: WorkerConfig, name: str, prepare: Callable[[], Awaitable[None]] | None) -> None:
         oom_kills = _kernel_oom_kills()
+        if prepare is not None:
+            await prepare()
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             prune_logs(self._logs)

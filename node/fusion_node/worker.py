@@ -11,27 +11,29 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fusion.base.errors import ConfigError, DataError, FusionError, StoppedError, UnreachableError
 from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
-from fusion.graph.dag import InputKind
 from fusion.graph.partition import Partition, partition, stage_cost
 from fusion.plan.schedule import make_schedule
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
-from fusion.protocol.job import DataSpec, JobSpec, job_from_proto
-from fusion.protocol.plan import plan_from_proto
+from fusion.protocol.job import BlobRef, DataSpec, JobSpec, job_from_proto
+from fusion.protocol.plan import Resume, plan_from_proto, resume_from_proto
 from fusion.runtime.data import DataSet, files_needed, open_data
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.local import apply_settings
 from fusion.runtime.machine import StageRole
 from fusion.runtime.stage import Pace, StageRecord, StageRunner
-from fusion.runtime.tensorfile import load_tensors, save_tensors
+from fusion.runtime.tensorfile import ChunkSource, save_tensors
 from fusion.security.credentials import Credentials
 from fusion.security.roles import Access, Authorizer
 from fusion.security.tls import coordinator_server_name, server_credentials
@@ -41,12 +43,16 @@ from fusion.transport.frames import DEFAULT_WINDOW_BYTES
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
 from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
-from fusion_node.ipc import StepReport, WorkerChannel, WorkerConfig
+from fusion_node.ipc import StateName, StepReport, WorkerChannel, WorkerConfig
 from fusion_node.linkmeter import LinkMeter
+from fusion_node.stagestate import foreign_parameters, load_stage, state_to_hand_on
+from fusion_node.statefiles import FileSource, StateFiles
 from fusion_node.usage import peak_memory_bytes
 
 CONNECT_TIMEOUT_S = 120.0
 MAX_GRAPH_BYTES = 256 * MIB
+DRAIN_PATIENCE_S = 60.0
+SAY_S = 10.0  #: between two reports of a state that may last
 
 
 class PeerLostError(UnreachableError):
@@ -65,6 +71,7 @@ class Task:
     job: JobSpec
     plan: Plan
     stage: StageIndex
+    resume: Resume | None
 
     @staticmethod
     def read(assignment: bytes) -> Task:
@@ -74,7 +81,8 @@ class Task:
         plan = plan_from_proto(message.plan)
         if message.stage >= len(plan.stages):
             raise ConfigError(f"assignment: stage {message.stage} of a plan with {len(plan.stages)} stages")
-        return Task(JobId(message.job_id), job_from_proto(spec), plan, StageIndex(message.stage))
+        resume = resume_from_proto(message)
+        return Task(JobId(message.job_id), job_from_proto(spec), plan, StageIndex(message.stage), resume)
 
 
 class Worker:
@@ -90,6 +98,9 @@ class Worker:
         self._failure: FusionError | None = None
         self._finished = threading.Event()
         self._connecting: GrpcTransport | None = None
+        self._hold_wanted = False
+        self._runner: StageRunner | None = None
+        self._states = StateFiles(Path(config.cache_dir))
         self._meter: LinkMeter | None = None
         self._passes = 0
         self._step = 0
@@ -100,25 +111,48 @@ class Worker:
         if self._connecting is not None:
             self._connecting.close(self._stop_reason)
 
+    def hold(self) -> None:
+        """Ask for an end at a step's end, alike on all stages; may be called from any thread."""
+        self._hold_wanted = True
+        if self._runner is not None:
+            self._runner.hold()
+
     def run(self) -> None:
         """Work until the end; reports every state. Raises what made it fail."""
         server_name = coordinator_server_name(self._credentials.cluster)
         with open_channel(self._config.coordinator, self._credentials, server_name) as control:
             blobs = BlobClient(control)
-            self._channel.state("starting")
-            parts = self._load_partition(blobs)
-            runner, transport = self._build(parts, blobs)
-            reason = "failed"
+            with self._saying("starting"):
+                parts = self._load_partition(blobs)
+                runner, transport = self._build(parts, blobs)
+            self._states.clear()  # whatever is kept here is older than what was just loaded
+            self._runner = runner
+            if self._hold_wanted:
+                runner.hold()
+            reason, held = "failed", None
             try:
                 self._channel.state("ready")
                 self._connect(transport, runner)
                 self._channel.state("running")
                 runner.run(self._look)
                 self._finished.set()
-                self._finish(runner.executor, parts, blobs)
-                reason = "finished"
+                if runner.held_after is None:
+                    weights = self._upload_weights(runner.executor, parts, blobs)
+                    self._drain(transport)
+                    self._channel.state(
+                        "finished", weights_digest=weights.digest, weights_size_bytes=weights.size_bytes
+                    )
+                    reason = "finished"
+                else:
+                    with self._saying("running", f"holds after step {runner.held_after}", step=runner.held_after):
+                        held = self._save_state(runner, parts, runner.held_after, blobs)
+                        self._drain(transport)
+                    reason = "held"
             finally:
                 transport.close(self._stop_reason or reason)
+            if held is not None:  # only now, because the next worker needs the port
+                step = runner.held_after or 0
+                self._channel.state("held", step=step, held_digest=held.digest, held_size_bytes=held.size_bytes)
 
     def _load_partition(self, blobs: BlobClient) -> Partition:
         message = graph_pb2.Graph.FromString(blobs.download_bytes(self._task.job.graph, MAX_GRAPH_BYTES))
@@ -130,15 +164,13 @@ class Worker:
         self._limit_memory()
         torch.set_num_threads(max(1, self._config.threads))
         apply_settings(job)
-        names = [
-            source.name
-            for source in map(parts.graph.input_of.__getitem__, parts.shards[stage].inputs)
-            if source.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT)
-        ]
+        resume = self._task.resume
+        states = [self._state_source(blobs, ref) for ref in (() if resume is None else resume.states)]
+        tensors = load_stage(parts, stage, blobs.reader(job.weights), states)
         executor = ShardExecutor(
             parts,
             stage,
-            load_tensors(blobs.reader(job.weights), names),
+            tensors.inputs,
             device=self._config.device,
             seed=job.seed,
             precision=job.precision,
@@ -157,9 +189,33 @@ class Worker:
             None if job.eval_data is None else self._open_data(job.eval_data, executor, blobs),
             WireOutbox(transport),
             self._on_step,
+            first_step=1 if resume is None else resume.step + 1,
             pace=self._pace(parts),
         )
+        runner.load_state(tensors.optimizer)
         return runner, transport
+
+    def _state_source(self, blobs: BlobClient, state: BlobRef) -> ChunkSource:
+        kept = self._states.find(self._task.job_id, state)
+        return blobs.reader(state) if kept is None else FileSource(kept)
+
+    @contextmanager
+    def _saying(self, state: StateName, detail: str = "", **rest: Any) -> Iterator[None]:
+        """Report a state now and again during what may take long, so that silence means that something hangs."""
+        over = threading.Event()
+
+        def say() -> None:
+            while not over.wait(SAY_S):
+                self._channel.state(state, detail, **rest)
+
+        self._channel.state(state, detail, **rest)
+        thread = threading.Thread(target=say, name="saying", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _pace(self, parts: Partition) -> Pace | None:
         """Return how long passes take at the emulated speed, if there is one."""
@@ -296,19 +352,31 @@ class Worker:
             )
         )
 
-    def _finish(self, executor: ShardExecutor, parts: Partition, blobs: BlobClient) -> None:
+    def _drain(self, transport: GrpcTransport) -> None:
+        """Wait for slow links: what others need to end the step may still be under way."""
+        transport.drain(DRAIN_PATIENCE_S, lambda: self._stop_reason is not None)
+
+    def _upload_weights(self, executor: ShardExecutor, parts: Partition, blobs: BlobClient) -> BlobRef:
         """Upload the stage's parameters and buffers; a shared parameter comes from the first of its holders."""
         stage = self._task.stage
-        names = {value: source.name for value, source in parts.graph.input_of.items()}
-        foreign = {names[shared.value] for shared in parts.shared if stage in shared.holders[1:]}
+        foreign = foreign_parameters(parts, stage)
         tensors = {name: tensor for name, tensor in executor.parameters.items() if name not in foreign}
         tensors |= executor.buffers
         directory = Path(self._config.cache_dir)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix="weights-", suffix=".safetensors") as file:
             save_tensors(Path(file.name), tensors)
-            blob = blobs.upload_file(Path(file.name))
-        self._channel.state("finished", weights_digest=blob.digest, weights_size_bytes=blob.size_bytes)
+            return blobs.upload_file(Path(file.name))
+
+    def _save_state(self, runner: StageRunner, parts: Partition, step: int, blobs: BlobClient) -> BlobRef:
+        """Upload all that the job needs to go on after `step` under any plan, and keep a copy here."""
+        job = self._task.job_id
+        mark = f"{job}.e{self._task.plan.epoch}.s{self._task.stage}"
+        path = self._states.unfinished(job)
+        save_tensors(path, state_to_hand_on(runner, parts, mark, step))
+        blob = blobs.upload_file(path)
+        self._states.keep(job, blob)
+        return blob
 
 
 def main() -> None:
@@ -317,7 +385,7 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # strict determinism on CUDA asks for it
     try:
         worker = Worker(channel.read_config(), channel)
-        channel.watch(worker.stop)
+        channel.watch(worker.stop, on_hold=worker.hold)
         worker.run()
     except PeerLostError as error:
         channel.state("failed", str(error), cause="peer-lost", peer_stage=error.peer)

@@ -105,10 +105,11 @@ def test_from_a_job_file_to_trained_weights(world: World, tmp_path: Path) -> Non
 
     status = json.loads(world.owner.run("fusion", "status", job, "--json"))
     assert (status["state"], status["step"]) == ("succeeded", 50)
-    assert [stage["node"] for stage in status["stages"]] == ["one", "two"]
+    (stage,) = status["stages"]  # so small a model is fastest on one node
+    assert stage["node"] in ("one", "two")
     assert job in world.owner.run("fusion", "status")
     log = world.owner.run("fusion", "logs", job)
-    assert "2 stages on one, two" in log
+    assert f"1 stages on {stage['node']}" in log
     assert "succeeded" in log
     assert [item["state"] for item in json.loads(world.coordinator.run("fusion-coordinator", "jobs", "--json"))] == [
         "succeeded"
@@ -138,7 +139,7 @@ def make_job(steps=1_000_000):
     x = torch.randn(64, 8)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     return fusion.Job(model, {"input": x, "target": x}, fusion.SGD(1e-3), steps=steps, batch_size=8, micro_batches=2,
-                      loss=lambda outputs, batch: (outputs - batch["target"]).square().mean())
+                      planner="equal-compute", loss=lambda outputs, batch: (outputs - batch["target"]).square().mean())
 """
 
 
@@ -172,7 +173,8 @@ def test_a_running_cluster_listens_only_where_the_documents_say_and_only_workers
     assert "cancelled" in status
     assert "seen enough" in status
     eventually(lambda: len(processes_of(world.directory)) == 3, "both workers have ended")
-    assert all(ports_of(node.process()) == set() for node in world.nodes.values())
+    for name, node in world.nodes.items():  # the daemons have taken their ports back, to be measured there
+        eventually(lambda node=node, name=name: ports_of(node.process()) == {world.node_ports[name]}, "it listens")
 
 
 def test_the_doctors_say_a_line_for_each_check_and_end_with_1_only_if_one_fails(world: World) -> None:
@@ -267,7 +269,7 @@ def test_nothing_of_a_demo_outlives_it(number: signal.Signals, moment: str, tmp_
         demo.send_signal(number)
         out, err = demo.communicate(timeout=WITHIN_S)
     assert "Traceback" not in out + err
-    eventually(lambda: not _demo_processes(tmp_path), "all of its processes are gone", 20.0)
+    eventually(lambda: not _demo_processes(tmp_path), "all of its processes are gone")
     if number is signal.SIGKILL:
         return
     assert demo.returncode == {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}[number], err

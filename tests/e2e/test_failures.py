@@ -22,7 +22,7 @@ from torch import nn
 import fusion
 from fusion.base.errors import JobError, StateError, UnreachableError
 from tests.support import models
-from tests.support.cluster import WITHIN_S, Cluster, eventually, within
+from tests.support.cluster import WITHIN_S, Cluster, eventually, port_of, within
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,14 @@ def cluster(three_nodes: Cluster) -> Cluster:
 def gpt(steps: int = FOR_EVER, stages: int = 3, **settings: Any) -> fusion.Job:
     tokens = torch.randint(0, models.VOCABULARY, (16, 17), generator=torch.Generator().manual_seed(5))
     rows = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    values = {"steps": steps, "batch_size": 4, "micro_batches": 2, "stages": stages, "threads": 1}
+    values = {
+        "steps": steps,
+        "batch_size": 4,
+        "micro_batches": 2,
+        "stages": stages,
+        "threads": 1,
+        "planner": "equal-compute",
+    }
     return fusion.Job(models.tiny_gpt(), rows, fusion.SGD(1e-3), **(values | settings))
 
 
@@ -94,10 +101,10 @@ def test_a_killed_worker_fails_the_job_and_the_same_nodes_train_the_next_one(clu
 
     eventually(lambda: set(cluster.node_states().values()) == {"idle"}, "all nodes are idle")
     with cluster.submit(gpt(steps=3, determinism="strict")) as run:
-        assert len(run.wait(timeout=WITHIN_S).stages) == 3
+        assert len(run.wait(timeout=120.0).stages) == 3
         assert [step.loss for step in run.metrics()] == gpt(steps=3, determinism="strict").run_local().losses
     eventually(lambda: not cluster.worker_processes(), "the workers have ended")
-    assert not any(cluster.listeners()[name] for name in cluster.nodes)  # the data plane's ports are free again
+    assert all(cluster.listeners()[name] <= {port_of(at)} for name, at in cluster.nodes.items())
     before, after = (
         {node["name"]: node["incarnation"] for node in json.loads(text)}
         for text in (incarnations, cluster.command("fusion_coordinator.cli", "nodes", "--json"))
@@ -117,14 +124,14 @@ def test_a_worker_killed_while_the_stages_connect_fails_the_job_too(cluster: Clu
 
 
 def test_a_killed_daemon_takes_its_worker_along_and_fails_the_job(cluster: Cluster) -> None:
-    with cluster.running(gpt()) as run:
-        name = run.status().stages[2].node_name
+    with cluster.running(gpt(stages=2)) as run:
+        name = run.status().stages[1].node_name
         worker = cluster.workers()[name]
         since_s = time.monotonic()
         cluster.kill(name)
         eventually(lambda: not worker.is_running(), "the worker of the killed daemon has ended")
         reason = fails_everywhere(cluster, run, since_s)
-    assert f"node {name} (stage 2)" in reason
+    assert f"node {name} (stage 1)" in reason
     assert "lost" in reason
     assert all_run(cluster, name)
 
@@ -186,7 +193,8 @@ import fusion
 x = torch.randn(64, 8)
 job = fusion.Job(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {"input": x, "target": x}, fusion.SGD(1e-3),
                  loss=lambda outputs, batch: (outputs - batch["target"]).square().mean(),
-                 steps=1_000_000, batch_size=8, micro_batches=2, stages=2, name="outlives-its-client")
+                 steps=1_000_000, batch_size=8, micro_batches=2, stages=2, planner="equal-compute",
+                 name="outlives-its-client")
 """
 
 
@@ -213,7 +221,9 @@ def test_a_job_outlives_its_client_until_it_is_cancelled(cluster: Cluster, tmp_p
         with pytest.raises(JobError, match="seen enough"):
             for _ in steps:
                 pass
-        eventually(lambda: not cluster.worker_processes(), "the workers have ended", since_s + 20 - time.monotonic())
+        eventually(
+            lambda: not cluster.worker_processes(), "the workers have ended", since_s + WITHIN_S - time.monotonic()
+        )
         with pytest.raises(StateError, match="cancelled"):
             run.cancel()
         with pytest.raises(StateError):
@@ -222,7 +232,7 @@ def test_a_job_outlives_its_client_until_it_is_cancelled(cluster: Cluster, tmp_p
 
 
 def test_a_node_that_is_told_to_end_leaves_with_0_and_the_job_names_it(cluster: Cluster) -> None:
-    with cluster.running(gpt()) as run:
+    with cluster.running(gpt(stages=2)) as run:
         name = run.status().stages[0].node_name
         since_s = time.monotonic()
         assert cluster.terminate(name) == 0
@@ -241,7 +251,9 @@ def test_a_stage_that_cannot_be_built_fails_the_job_with_its_one_line(cluster: C
         str(path), fields={name: fusion.Rows("float32", (8,)) for name in ("input", "target")}, samples=64
     )
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    job = fusion.Job(model, rows, fusion.SGD(0.1), loss=_square_loss, steps=2, batch_size=8, stages=2)
+    job = fusion.Job(
+        model, rows, fusion.SGD(0.1), loss=_square_loss, steps=2, batch_size=8, stages=2, planner="equal-compute"
+    )
     with cluster.submit(job) as run:
         since_s = time.monotonic()
         reason = fails_everywhere(cluster, run, since_s)
@@ -269,7 +281,7 @@ def test_a_job_that_no_node_can_hold_waits_and_says_how_much_is_missing(cluster:
         assert status.state is fusion.JobState.QUEUED
         assert status.reason.startswith("memory: ")
         assert "GiB more are needed" in status.reason
-        assert "nodes idle: 3 with 6 GiB in all" in status.reason
+        assert "3 with 6 GiB in all" in status.reason
         assert run.cancel("too large").state is fusion.JobState.CANCELLED
     assert not cluster.worker_processes()
     assert psutil.pid_exists(cluster.process("coordinator").pid)

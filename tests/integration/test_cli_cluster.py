@@ -42,7 +42,8 @@ def make_job(steps=4):
     torch.manual_seed(5)
     x = torch.rand(64, 4)
     return fusion.Job(Net(), {"x": x, "y": x.sum(1, keepdim=True)}, fusion.SGD(0.1, momentum=0.9), steps=steps,
-                      batch_size=16, micro_batches=4, determinism="strict", threads=1, name="cli-test")
+                      batch_size=16, micro_batches=4, determinism="strict", threads=1,
+                      planner="equal-compute", name="cli-test")
 """
 
 

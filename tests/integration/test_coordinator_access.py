@@ -63,7 +63,7 @@ def test_t8_every_method_is_refused_to_every_role_that_has_no_business_with_it(c
     with coordinator.channel(coordinator.credentials(role)) as channel:
         for method, roles in METHOD_ROLES.items():
             code = try_method(channel, method)
-            if method.startswith(("/fusion.wire.v1.Peer/", "/fusion.wire.v1.Enrolment/")):
+            if method.startswith(("/fusion.wire.v1.Peer/", "/fusion.wire.v1.Probe/", "/fusion.wire.v1.Enrolment/")):
                 assert code is grpc.StatusCode.UNIMPLEMENTED, method  # not served on this port
             elif role in roles:
                 assert code not in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED), method

@@ -332,7 +332,8 @@ def test_f22_reports_of_other_epochs_incarnations_and_stages_change_nothing(owne
 
 def test_a_job_waits_for_nodes_and_says_what_is_missing(owner, nodes):
     job = owner.submit(owner.job(layers=4, cuts=[1, 3]))
-    wait_until(lambda: "no node has joined" in owner.status(job).reason or "busy" in owner.status(job).reason, "reason")
+    words = ("no node has joined", "no node is here", "busy")
+    wait_until(lambda: any(word in owner.status(job).reason for word in words), "reason")
     (old,) = nodes(1, torch="2.10.1")
     wait_until(lambda: "has torch 2.10.1, the job needs 2.13.x" in owner.status(job).reason, "torch remark")
     first = nodes(1)[0]

@@ -163,14 +163,16 @@ def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_f31_start_runs_until_sigterm_and_exits_zero_t9_listening_nowhere(
+def test_f31_start_runs_until_sigterm_and_exits_zero_t9_listening_on_its_own_port_alone(
     coordinator: ScriptedCoordinator, address: str, home: Path
 ):
     coordinator.make_node(home, address)
-    with started(home, "--name", "gpu-box", LC_ALL="C") as process:
+    listen = f"127.0.0.1:{free_port()}"
+    with started(home, "--name", "gpu-box", "--listen", listen, LC_ALL="C") as process:
         wait_for(lambda: len(coordinator.heartbeats) >= 2, process)
-        listening = [c for c in psutil.Process(process.pid).net_connections() if c.status == psutil.CONN_LISTEN]
-        assert listening == []  # of the daemon; a worker listens on the data plane's port
+        connections = psutil.Process(process.pid).net_connections()
+        listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+        assert [f"{host}:{port}" for host, port in listening] == [listen]  # of the data plane, for probes
         assert not any("torch" in path.path for path in psutil.Process(process.pid).memory_maps())
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=10)

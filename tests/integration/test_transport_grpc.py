@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -316,6 +317,36 @@ def test_p1_a_peer_that_comes_up_later_is_met():
         late.close("done")
 
 
+def test_a_daemon_that_holds_the_port_until_its_worker_begins_is_waited_for():
+    credentials, routes = node_credentials(2), {}
+    recorders = [Recorder(), Recorder()]
+    with no_thread_left():
+        daemon = grpc.server(ThreadPoolExecutor(1))
+        port = daemon.add_secure_port("127.0.0.1:0", server_credentials(credentials[1]))
+        daemon.start()
+        early = grpc_transport(0, credentials, routes=routes)
+        routes |= {nominal(0): f"127.0.0.1:{early.listen()}", nominal(1): f"127.0.0.1:{port}"}
+        errors: list[FusionError] = []
+
+        def start():
+            try:
+                early.start(recorders[0], 30)
+            except FusionError as error:
+                errors.append(error)
+
+        starting = threading.Thread(target=start)
+        starting.start()
+        time.sleep(1.0)
+        daemon.stop(None).wait()
+        late = grpc_transport(1, credentials, routes=routes, listen=f"127.0.0.1:{port}")
+        assert errors == []
+        late.start(recorders[1], 30)
+        starting.join()
+        assert errors == []
+        early.close("done")
+        late.close("done")
+
+
 def test_two_workers_cannot_listen_on_one_port():
     first, second = node_credentials(2)
     one = grpc_transport(0, [first, second])
@@ -456,4 +487,35 @@ def test_a_broken_connection_ends_the_message_that_was_under_way():
         two.recorders[0].wait_lost()
         two.recorders[1].wait_lost()
         assert two.recorders[1].messages == []
+        two.close()
+
+
+def test_a_sender_that_ends_waits_until_its_peer_has_used_what_a_slow_link_still_carries():
+    with no_thread_left():
+        two = GrpcLab(holding=(1,))
+        go = threading.Event()
+
+        def prepare():
+            go.wait(10)  # stands for a link that has not come to it yet
+            return header(1), memoryview(bytearray(MIB))
+
+        two.transports[0].send(1, type(outgoing(1))(prepare=prepare))
+        asked: list[int] = []
+
+        def impatient() -> bool:
+            asked.append(1)
+            return len(asked) > 3
+
+        two.transports[0].drain(10.0, impatient)
+        assert len(asked) == 4
+        assert two.recorders[1].messages == []
+        two.transports[0].drain(0.1, lambda: False)  # nothing moves
+        drained = threading.Thread(target=two.transports[0].drain, args=(10.0, lambda: False))
+        drained.start()
+        go.set()
+        two.recorders[1].wait_messages(1)
+        assert drained.is_alive()  # it has come, and is not used yet
+        two.recorders[1].messages[0].release()
+        drained.join(10)
+        assert not drained.is_alive()
         two.close()

@@ -26,7 +26,7 @@ from fusion.job.client import Client
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 WITHIN_S = 40.0  #: the product's promise: after a process was killed, so soon everybody knows
-_GONE_S = 10.0
+_GONE_S = 20.0
 _HEAL_S = 60.0
 
 
@@ -189,7 +189,7 @@ class Cluster:
             if helper.process.poll() is not None:
                 self.helpers.again(name)
         if not self._idle():
-            with self._client() as client:
+            with self.client() as client:
                 for job in client.list():
                     if not job.state.ended:
                         client.cancel(job.job_id, "the next test")
@@ -205,7 +205,8 @@ class Cluster:
             answer = stub.ListNodes(coordinator_pb2.ListNodesRequest(), timeout=30.0, wait_for_ready=True)
             return {node.name: node.state for node in answer.nodes}
 
-    def _client(self) -> Client:
+    def client(self) -> Client:
+        """A connection of this cluster's owner; the caller closes it."""
         return Client(self.address, self.credentials)
 
     def _last_words(self) -> str:
@@ -333,6 +334,11 @@ def ports_of(process: psutil.Process) -> set[int]:
         for at in process.net_connections("inet")
         if at.status == psutil.CONN_LISTEN or (at.type.name == "SOCK_DGRAM" and not at.raddr)
     }
+
+
+def port_of(address: str) -> int:
+    """Return the port of host:port."""
+    return int(address.rpartition(":")[2])
 
 
 def has_loaded(process: psutil.Process, library: str) -> bool:

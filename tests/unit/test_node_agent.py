@@ -251,7 +251,7 @@ def test_a_second_job_waits_for_the_worker_of_one_that_is_over():
 def test_a_stop_ends_the_worker_and_says_stopped():
     agent = training()
     actions = agent.handle(a.StopOrdered(7, JOB, 1, "cancelled by its owner"), 102.0)
-    assert actions == [a.StopWorker("cancelled by its owner", 10.0)]
+    assert actions == [a.StopWorker("cancelled by its owner", 10.0), a.Forget(JOB)]
     assert reports(agent.handle(a.WorkerExited("crash", "killed by signal 15"), 103.0)) == [(JOB, 1, "stopped", "")]
 
 
@@ -259,7 +259,7 @@ def test_a_stop_for_another_epoch_or_job_leaves_the_worker_alone():
     agent = registered()
     assign(agent, epoch=2)
     assert agent.handle(a.StopOrdered(7, JOB, 1, "late"), 102.0) == []
-    assert agent.handle(a.StopOrdered(7, "job-bbbbbbbbbb", 0, "other"), 102.0) == []
+    assert agent.handle(a.StopOrdered(7, "job-bbbbbbbbbb", 0, "other"), 102.0) == [a.Forget("job-bbbbbbbbbb")]
 
 
 def test_a_stop_that_overtakes_its_assignment_wins():
@@ -401,7 +401,7 @@ EVENTS = st.one_of(
     st.just(("exited",)),
     st.tuples(st.just("assign"), st.sampled_from(JOBS), st.integers(1, 5)),
     st.tuples(st.just("stop"), st.sampled_from(JOBS), st.integers(0, 5)),
-    st.tuples(st.just("state"), st.sampled_from(["running", "finished", "failed"])),
+    st.tuples(st.just("state"), st.sampled_from(["running", "finished", "failed", "held"])),
 )
 
 
@@ -465,7 +465,7 @@ class Model:
                 self.worker, self.stop_ordered = made.ref, False
             case a.StopWorker():
                 self.stop_ordered = True
-            case a.ReportStage(ref=ref, report=report) if report.state in ("finished", "failed", "stopped"):
+            case a.ReportStage(ref=ref, report=report) if report.state in ("finished", "failed", "stopped", "held"):
                 ours = ref.epoch <= self.started.get(ref.job, 0) and "stale" not in report.detail
                 assert not (ours and ref in self.ended), "two ends of one stage"
                 if ours and "busy" not in report.detail:

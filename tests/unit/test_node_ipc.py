@@ -112,6 +112,16 @@ def test_the_worker_reads_its_configuration_then_commands_then_the_end():
     assert orphaned.wait(10)
 
 
+def test_a_hold_is_heard_and_stops_nothing():
+    pipes = Pipes()
+    held, reasons = threading.Event(), []
+    pipes.channel.watch(reasons.append, lambda: None, on_hold=held.set)
+    os.write(pipes.daemon_writes, ipc.encode(ipc.Hold()))
+    assert held.wait(10)
+    assert reasons == []
+    os.close(pipes.daemon_writes)
+
+
 def test_a_missing_configuration_is_an_error_of_its_own():
     pipes = Pipes()
     os.close(pipes.daemon_writes)

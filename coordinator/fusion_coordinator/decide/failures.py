@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusion_coordinator.decide import moves
 from fusion_coordinator.liveness import JobWatch, Presence, Presences
 from fusion_coordinator.settings import Settings
 from fusion_coordinator.state.records import JobRecord, JobState, StageRecord, StageState
@@ -15,13 +16,19 @@ _WORDS = {
 }
 
 
-def verdict(job: JobRecord, watch: JobWatch, presences: Presences, now_s: float, settings: Settings) -> str | None:
-    """Return the one line that ends an active job, or None while there is nothing to end it, or not yet."""
+def verdict(
+    job: JobRecord, watch: JobWatch, presences: Presences, now_s: float, settings: Settings, step_s: float = 0.0
+) -> str | None:
+    """Return the one line that ends an active job, or None while there is nothing to end it, or not yet.
+
+    `step_s`: how long the job's last step took.
+    """
     return (
         _root_cause(job)
         or _peer_lost(job, watch, presences, now_s, settings)
         or _never_ready(job, watch, now_s, settings)
         or _vanished(job, watch, presences, now_s, settings)
+        or moves.never_held(job, watch, now_s, moves.patience_s(settings, step_s))
     )
 
 

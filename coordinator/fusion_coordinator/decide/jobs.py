@@ -10,6 +10,7 @@ from fusion.base.errors import NotFoundError, StateError, WireError
 from fusion.base.ids import JobId, NodeId
 from fusion.protocol.status import RefusalError
 from fusion.security.credentials import Role
+from fusion_coordinator.decide import moves
 from fusion_coordinator.settings import Settings
 from fusion_coordinator.state import AnyEvent, State
 from fusion_coordinator.state.events import JobEnded, JobSubmitted, StageMoved
@@ -64,6 +65,8 @@ class Report:
     cause: str = ""
     peer_stage: int = -1
     weights: WeightsRecord | None = None
+    step: int = 0
+    held: WeightsRecord | None = None
 
 
 def owned_stage(state: State, node: NodeId, incarnation: int, job_id: str, epoch: int, stage: int) -> JobRecord:
@@ -81,7 +84,7 @@ def owned_stage(state: State, node: NodeId, incarnation: int, job_id: str, epoch
     return job
 
 
-def stage_report(state: State, report: Report, wall_s: float) -> list[StageMoved]:
+def stage_report(state: State, report: Report, wall_s: float) -> list[AnyEvent]:
     """Return what a report changes: nothing if it is old, repeated, or of a job that has ended."""
     job = owned_stage(state, report.node, report.incarnation, report.job, report.epoch, report.stage)
     try:
@@ -89,15 +92,21 @@ def stage_report(state: State, report: Report, wall_s: float) -> list[StageMoved
     except ValueError:
         new = StageState.ASSIGNED
     if new is StageState.ASSIGNED:
-        raise WireError(f"stage state {report.state} must be 1..6")
+        raise WireError(f"stage state {report.state} must be 1..7")
     if new is StageState.FAILED and report.cause not in CAUSES:
         raise WireError(f"cause {report.cause[:40]!r} must be one of {', '.join(CAUSES)}")
     if new is StageState.FINISHED and report.weights is None:
         raise WireError(f"stage {report.stage} finished without its weights")
+    if new is StageState.HELD and (report.held is None or not report.step):
+        raise WireError(f"stage {report.stage} holds without its state or its step")
     old = job.stages[report.stage]
+    step = report.step if new in (StageState.RUNNING, StageState.HELD) else 0
     detail = " ".join(report.detail.split())[:MAX_DETAIL]
-    if not job.state.active or old.state.ended or new < old.state or (new is old.state and old.detail == detail):
+    news = (new, detail, step or old.step) != (old.state, old.detail, old.step)
+    if not job.state.active or not new.follows(old.state) or not news:
         return []
+    if step:
+        return _holds(job, report, new, detail, wall_s)
     return [
         StageMoved(
             wall_s,
@@ -111,3 +120,16 @@ def stage_report(state: State, report: Report, wall_s: float) -> list[StageMoved
             report.weights if new is StageState.FINISHED else None,
         )
     ]
+
+
+def _holds(job: JobRecord, report: Report, new: StageState, detail: str, wall_s: float) -> list[AnyEvent]:
+    """A stage has stopped, or its state is here too. All stop after one step, or something is very wrong."""
+    if job.state is not JobState.RUNNING:
+        raise StateError(f"stage {report.stage} holds, but {job.job} is {job.state.name.lower()}")
+    for index, other in enumerate(job.stages):
+        if other.holds and other.step != report.step:
+            detail = f"it holds after step {report.step}, stage {index} after step {other.step}"
+            return [StageMoved(wall_s, job.job, job.epoch, report.stage, StageState.FAILED, detail, "error")]
+    moved = StageMoved(wall_s, job.job, job.epoch, report.stage, new, detail, step=report.step, held=report.held)
+    # The move may have been given up just as the stages stopped for it.
+    return [moved] if job.next is not None else [moves.same_plan(job, wall_s), moved]

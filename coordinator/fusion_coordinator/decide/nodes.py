@@ -10,10 +10,11 @@ import grpc
 from fusion.base.errors import ConfigError, NotFoundError, StateError
 from fusion.base.ids import NodeId, check_name
 from fusion.protocol.status import RefusalError
+from fusion_coordinator.decide import moves
 from fusion_coordinator.liveness import Presence, Presences
 from fusion_coordinator.settings import Settings
 from fusion_coordinator.state import AnyEvent, State
-from fusion_coordinator.state.events import JobEnded, NodeGone, NodeRegistered
+from fusion_coordinator.state.events import JobEnded, JobStays, NodeGone, NodeRegistered
 from fusion_coordinator.state.records import HardwareRecord, JobRecord, JobState, NodeRecord, NodeState, StageRecord
 
 PROTOCOL = 1
@@ -131,11 +132,21 @@ def gone(state: State, node: NodeId, incarnation: int, how: NodeState, reason: s
 def end_jobs_of(
     state: State, node: NodeId, incarnation: int, what: str, wall_s: float, verb: str = "was lost: "
 ) -> list[AnyEvent]:
-    """Return the failures of all active jobs with an unfinished stage on that incarnation of a node."""
-    return [
+    """Return the failures of all active jobs with an unfinished stage on that incarnation of a node.
+
+    A job that is about to move there stays as it is, if it can still.
+    """
+    events: list[AnyEvent] = [
         JobEnded(wall_s, job.job, JobState.FAILED, f"node {stage.node_name} (stage {index}) {verb}{what}")
         for job, index, stage in stages_on(state, node, incarnation)
     ]
+    for job, index, stage in moves.moving_to(state, node, incarnation):
+        if job.holds:
+            name = f"node {stage.node_name} (stage {index} of the plan that it moves to)"
+            events.append(JobEnded(wall_s, job.job, JobState.FAILED, f"{name} {verb}{what}"))
+        else:
+            events.append(JobStays(wall_s, job.job, f"node {stage.node_name} {verb}{what}"))
+    return _once_per_job(events)
 
 
 def stages_on(state: State, node: NodeId, incarnation: int) -> list[tuple[JobRecord, int, StageRecord]]:
@@ -150,13 +161,14 @@ def stages_on(state: State, node: NodeId, incarnation: int) -> list[tuple[JobRec
 
 
 def _once_per_job(events: list[AnyEvent]) -> list[AnyEvent]:
-    """A job fails once, by the first of the nodes that went together."""
+    """A job fails, or gives up its move, once: by the first of the nodes that went together."""
     ended: set[str] = set()
+    stays: set[str] = set()
     kept: list[AnyEvent] = []
     for event in events:
-        if isinstance(event, JobEnded):
-            if event.job in ended:
+        if isinstance(event, JobEnded | JobStays):
+            if event.job in ended or (isinstance(event, JobStays) and event.job in stays):
                 continue
-            ended.add(event.job)
+            (ended if isinstance(event, JobEnded) else stays).add(event.job)
         kept.append(event)
     return kept

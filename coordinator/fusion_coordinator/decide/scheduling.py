@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fusion.base.ids import Epoch, Incarnation, NodeId
-from fusion.plan.types import Cluster, ClusterNode
+from fusion.links import LinkEstimate, LinkView
+from fusion.plan.types import UNMEASURED_LINK, Cluster, ClusterNode, Link, LinkTable
 from fusion_coordinator.liveness import Presence, Presences
 from fusion_coordinator.state import State
 from fusion_coordinator.state.records import JobRecord, JobState, NodeRecord, NodeState
@@ -14,11 +17,17 @@ def queued(state: State) -> list[JobRecord]:
     return [job for job in state.jobs.values() if job.state is JobState.QUEUED]
 
 
+def needed_by(job: JobRecord) -> set[NodeId]:
+    """Return the nodes that a job needs: those that work on it, and those that it moves to."""
+    if not job.state.active:
+        return set()
+    moves_to = job.next.stages if job.next is not None else ()
+    return {stage.node for stage in job.stages if not stage.state.ended} | {stage.node for stage in moves_to}
+
+
 def working(state: State) -> set[NodeId]:
     """Return the nodes that an active job still needs."""
-    return {
-        stage.node for job in state.jobs.values() if job.state.active for stage in job.stages if not stage.state.ended
-    }
+    return {node for job in state.jobs.values() for node in needed_by(job)}
 
 
 def idle(state: State, presences: Presences) -> list[NodeRecord]:
@@ -27,16 +36,32 @@ def idle(state: State, presences: Presences) -> list[NodeRecord]:
     found = [
         node
         for node in state.nodes.values()
-        if node.state is NodeState.MEMBER
-        and node.node not in taken
-        and node.node not in state.revoked
-        and _free(node, presences.get(node.node))
+        if node.node not in taken and _here(state, node, presences.get(node.node), "")
     ]
     return sorted(found, key=lambda node: (node.name, node.node))
 
 
-def _free(node: NodeRecord, presence: Presence | None) -> bool:
-    return presence is not None and presence.incarnation == node.incarnation and presence.watching and not presence.job
+def usable_by(state: State, presences: Presences, job: JobRecord) -> list[NodeRecord]:
+    """Return the nodes that a running job could move to, by name: its own, and those that are idle."""
+    mine = {(stage.node, stage.incarnation) for stage in job.stages if not stage.state.ended}
+    own = [
+        node
+        for node in state.nodes.values()
+        if (node.node, node.incarnation) in mine and _here(state, node, presences.get(node.node), job.job)
+    ]
+    return sorted([*own, *idle(state, presences)], key=lambda node: (node.name, node.node))
+
+
+def _here(state: State, node: NodeRecord, presence: Presence | None, job: str) -> bool:
+    """Whether a node is in contact and runs nothing, or by its own word this job."""
+    return (
+        node.state is NodeState.MEMBER
+        and node.node not in state.revoked
+        and presence is not None
+        and presence.incarnation == node.incarnation
+        and presence.watching
+        and presence.job in ("", job)
+    )
 
 
 def same_torch(node_version: str, job_version: str) -> bool:
@@ -59,21 +84,39 @@ def split_by_torch(nodes: list[NodeRecord], job_version: str) -> tuple[list[Node
     return fit, remarks
 
 
-def cluster_of(nodes: list[NodeRecord]) -> Cluster:
-    """Return the nodes as planners see them."""
-    return Cluster(
-        tuple(
-            ClusterNode(
-                node.node,
-                node.name,
-                node.address,
-                Incarnation(node.incarnation),
-                node.hardware.memory_bytes,
-                node.hardware.flops,
-            )
-            for node in nodes
+def cluster_of(nodes: list[NodeRecord], links: LinkView | None = None) -> Cluster:
+    """Return the nodes, and the links between them as far as they are known, as planners see them."""
+    links = links or LinkView({})
+    label = site_labels(nodes, links)
+    found = tuple(
+        ClusterNode(
+            node.node,
+            node.name,
+            node.address,
+            Incarnation(node.incarnation),
+            node.hardware.memory_bytes,
+            node.hardware.flops,
+            site=label.get(links.site.get(node.node, ""), ""),
         )
+        for node in nodes
     )
+    if links.default is None and not links.pairs:
+        return Cluster(found)
+    pairs = {(NodeId(one), NodeId(other)): _link(link) for (one, other), link in links.pairs.items()}
+    sites = {(label[one], label[other]): _link(link) for (one, other), link in links.sites.items()}
+    default = UNMEASURED_LINK if links.default is None else _link(links.default)
+    return Cluster(found, LinkTable(pairs, sites, default))
+
+
+def site_labels(nodes: list[NodeRecord], links: LinkView) -> dict[str, str]:
+    """Return what people call each site, by its representative: that node's name, or its id where names are shared."""
+    names = Counter(node.name for node in nodes)
+    known = {node.node: node.name if names[node.name] == 1 else node.node for node in nodes}
+    return {head: known.get(NodeId(head), head) for head in links.site.values()}
+
+
+def _link(link: LinkEstimate | None) -> Link | None:
+    return None if link is None else Link(link.rate_bytes_per_s, link.round_trip_s / 2)
 
 
 def waits_for_nodes(state: State, remarks: list[str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusion.base.ids import NodeId, random_id
+from fusion.protocol.cluster import cluster_to_proto
 from fusion.security.ca import CertificateAuthority
 from fusion.security.credentials import Role
 from fusion.security.enrolment import SECRET_BYTES, make_join_string
@@ -14,6 +15,7 @@ from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc, node_pb2
 from fusion_coordinator.controller import Controller
 from fusion_coordinator.decide import enrolment, nodes, scheduling
 from fusion_coordinator.decide.nodes import PROTOCOL
+from fusion_coordinator.linkwatch import in_contact
 from fusion_coordinator.services.guard import who
 from fusion_coordinator.state import AnyEvent, State
 from fusion_coordinator.state.records import NodeRecord, NodeState
@@ -67,14 +69,20 @@ class AdminService(coordinator_pb2_grpc.AdminServicer):
         free = {node.node for node in scheduling.idle(state, presences)}
         return coordinator_pb2.ListNodesResponse(nodes=[self._node(node, node.node in free) for node in found])
 
+    async def Cluster(  # noqa: N802
+        self, request: coordinator_pb2.ClusterRequest, context: Any
+    ) -> coordinator_pb2.ClusterResponse:
+        """Return the nodes in contact and the links between them, as the planner sees them."""
+        state, presences = self._controller.state, self._controller.presences
+        here = in_contact(state, presences)
+        found = sorted((state.nodes[node] for node in here), key=lambda node: (node.name, node.node))
+        cluster = scheduling.cluster_of(found, self._controller.links.view(here))
+        return cluster_to_proto(cluster, {node.node for node in scheduling.idle(state, presences)})
+
     def _node(self, node: NodeRecord, free: bool) -> coordinator_pb2.NodeStatus:
         state, presence = self._controller.state, self._controller.presences.get(node.node)
         job = next(
-            (
-                job.job
-                for job in state.jobs.values()
-                if job.state.active and any(stage.node == node.node and not stage.state.ended for stage in job.stages)
-            ),
+            (job.job for job in state.jobs.values() if node.node in scheduling.needed_by(job)),
             presence.job if presence is not None else "",
         )
         hardware = node.hardware

@@ -11,7 +11,7 @@ from fusion.base.ids import JobId, NodeId
 from fusion.observe.logs import fields
 from fusion.security.ca import CertificateAuthority, read_csr
 from fusion.security.credentials import Role, identity_of
-from fusion.wire.v1 import node_pb2, node_pb2_grpc
+from fusion.wire.v1 import node_pb2, node_pb2_grpc, tensor_pb2
 from fusion_coordinator import addresses
 from fusion_coordinator.controller import Controller
 from fusion_coordinator.decide import jobs, nodes
@@ -22,11 +22,13 @@ from fusion_coordinator.liveness import heard
 from fusion_coordinator.services.enrolment import RateLimit
 from fusion_coordinator.services.guard import host_of, who
 from fusion_coordinator.state import AnyEvent, State
+from fusion_coordinator.state.events import StageMoved
 from fusion_coordinator.state.records import HardwareRecord, NodeState, StageState, WeightsRecord
 from fusion_coordinator.store.base import Request
 
 log = logging.getLogger("fusion.coordinator.control")
 MAX_STEPS_PER_REPORT = 10_000
+MAX_LINKS_PER_REPORT = 64
 _REGISTER = "/fusion.wire.v1.NodeControl/Register"
 
 
@@ -97,10 +99,8 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
     async def ReportStage(self, request: node_pb2.StageReport, context: Any) -> node_pb2.StageReportResponse:  # noqa: N802
         """Take a stage's state. Repeating it changes nothing."""
         controller, wall_s = self._controller, self._controller.clock.wall_s()
-        weights = None
-        if request.HasField("weights"):
-            weights = WeightsRecord(request.weights.digest, request.weights.size_bytes)
-            await self._check_weights(weights)
+        weights = await self._uploaded(request.weights) if request.HasField("weights") else None
+        held = await self._uploaded(request.held) if request.HasField("held") else None
         report = Report(
             NodeId(who(context).identity),
             request.incarnation,
@@ -112,20 +112,23 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
             request.cause,
             request.peer_stage,
             weights,
+            request.step,
+            held,
         )
         events = await controller.change(lambda state: (found := jobs.stage_report(state, report, wall_s), found))
-        failed = any(event.state is StageState.FAILED for event in events)
+        failed = any(isinstance(event, StageMoved) and event.state is StageState.FAILED for event in events)
         job = controller.state.jobs[JobId(request.job_id)]
         controller.stage_reported(job.job, request.stage, failed)
         if failed:
             await controller.sweep()
         return node_pb2.StageReportResponse()
 
-    async def _check_weights(self, weights: WeightsRecord) -> None:
+    async def _uploaded(self, ref: tensor_pb2.BlobRef) -> WeightsRecord:
         store = self._controller.store
-        blob = await store.run(store.store.blob, weights.digest)
-        if blob is None or blob.size_bytes != weights.size_bytes:
-            raise WireError(f"weights {weights.digest[:64]} are not in the store; upload them before reporting")
+        blob = await store.run(store.store.blob, ref.digest)
+        if blob is None or blob.size_bytes != ref.size_bytes:
+            raise WireError(f"weights {ref.digest[:64]} are not in the store; upload them before reporting")
+        return WeightsRecord(ref.digest, ref.size_bytes)
 
     async def ReportMetrics(self, request: node_pb2.MetricsReport, context: Any) -> node_pb2.MetricsReportResponse:  # noqa: N802
         """Take steps and log lines; answered once they are on disk."""
@@ -140,9 +143,17 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
         assert job is not None  # found for at least one stage
         if any(not 1 <= part.step <= job.steps for part in request.steps):
             raise WireError(f"step must be 1..{job.steps}, the job has no others")
+        controller.replanner.steps(job, request.steps, controller.links)
         progress = await controller.job_progress(job)
         await controller.progress.add(progress, request.steps, request.logs)
         return node_pb2.MetricsReportResponse()
+
+    async def ReportLinks(self, request: node_pb2.LinksReport, context: Any) -> node_pb2.LinksReportResponse:  # noqa: N802
+        """Take what probes of the caller have found."""
+        node = NodeId(who(context).identity)
+        nodes.current(self._controller.state, node, request.incarnation)
+        self._controller.links_reported(node, request.links[:MAX_LINKS_PER_REPORT])
+        return node_pb2.LinksReportResponse()
 
     async def ProbeReachability(self, request: node_pb2.ProbeRequest, context: Any) -> node_pb2.ProbeResponse:  # noqa: N802
         """Say where the call comes from and, if an address is stated, whether the caller is reached there."""

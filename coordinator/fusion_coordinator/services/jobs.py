@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
-from fusion.base.errors import UnreachableError
+from fusion.base.errors import ConfigError, UnreachableError
 from fusion.base.ids import JobId, random_id
 from fusion.protocol.job import JobSpec, job_from_proto
 from fusion.security.tls import Caller
@@ -23,10 +24,12 @@ from fusion_coordinator.store.base import Request
 
 _SUBMIT = "/fusion.wire.v1.Jobs/Submit"
 _CANCEL = "/fusion.wire.v1.Jobs/Cancel"
+_MOVE = "/fusion.wire.v1.Jobs/Move"
+MAX_STAGES_NAMED = 10_000
 
 
 class JobsService(coordinator_pb2_grpc.JobsServicer):
-    """Submitting, looking, following and cancelling."""
+    """Submitting, looking, following, moving and cancelling."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -105,6 +108,15 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
         answer = await controller.once(key, coordinator_pb2.GetJobRequest, decide)
         return await self._status(self._visible(answer.job_id, caller))
 
+    async def Move(self, request: coordinator_pb2.MoveRequest, context: Any) -> coordinator_pb2.JobStatus:  # noqa: N802
+        """Let a running job go on under other cuts on other nodes; StateError says why it cannot now."""
+        caller = who(context)
+        job = self._visible(request.job_id, caller)
+        _check_division(request)
+        key = Request(caller.identity, f"{_MOVE}#{job.job}", request.request_id)
+        await self._controller.move_once(key, job.job, request.cuts, request.nodes)
+        return await self._status(self._visible(request.job_id, caller))
+
     async def Follow(  # noqa: N802
         self, request: coordinator_pb2.FollowRequest, context: Any
     ) -> AsyncIterator[coordinator_pb2.JobEvent]:
@@ -146,6 +158,18 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
         for task in self._submitting.values():
             task.cancel()
         self._checkers.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_division(request: coordinator_pb2.MoveRequest) -> None:
+    nodes, cuts = len(request.nodes), len(request.cuts)
+    if not 1 <= nodes <= MAX_STAGES_NAMED:
+        raise ConfigError(f"nodes: {nodes} are named, allowed are 1..{MAX_STAGES_NAMED}")
+    if cuts and nodes != cuts + 1:
+        raise ConfigError(
+            f"nodes: {cuts} cuts make {cuts + 1} stages, {nodes} nodes are named; name one for each stage"
+        )
+    if any(second <= first for first, second in pairwise(request.cuts)):
+        raise ConfigError(f"cuts must ascend, got {', '.join(map(str, request.cuts[:20]))}")
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -21,6 +21,8 @@ _APPLY: dict[type, Callable[[Any, State], State]] = {
     events.JobWaits: jobs.job_waits,
     events.JobPlanned: jobs.job_planned,
     events.StageMoved: jobs.stage_moved,
+    events.JobMoves: jobs.job_moves,
+    events.JobStays: jobs.job_stays,
     events.JobEnded: jobs.job_ended,
 }
 

@@ -103,6 +103,25 @@ class StageMoved(Event, frozen=True):
     cause: str = ""
     peer_stage: int = -1
     weights: WeightsRecord | None = None
+    step: int = 0
+    held: WeightsRecord | None = None
+
+
+class JobMoves(Event, frozen=True):
+    """A running job is to hold at a step's end and to go on by another plan. Committed before any node hears of it."""
+
+    job: JobId
+    epoch: int
+    plan: bytes
+    stages: tuple[StageRecord, ...]
+    reason: str = ""
+
+
+class JobStays(Event, frozen=True):
+    """The move is given up: no stage holds yet, as far as is known."""
+
+    job: JobId
+    reason: str
 
 
 class JobEnded(Event, frozen=True):
@@ -123,6 +142,8 @@ AnyEvent = (
     | JobWaits
     | JobPlanned
     | StageMoved
+    | JobMoves
+    | JobStays
     | JobEnded
 )
 

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from fusion_coordinator.state.events import AnyEvent, JobEnded, JobPlanned, JobSubmitted, JobWaits, StageMoved
-from fusion_coordinator.state.records import JobRecord, JobState, StageState, State
+from fusion_coordinator.state.events import (
+    AnyEvent,
+    JobEnded,
+    JobMoves,
+    JobPlanned,
+    JobStays,
+    JobSubmitted,
+    JobWaits,
+    StageMoved,
+)
+from fusion_coordinator.state.records import (
+    JobRecord,
+    JobState,
+    MoveRecord,
+    PastRecord,
+    ResumeRecord,
+    StageState,
+    State,
+)
 
 
 class TransitionError(AssertionError):
@@ -38,12 +55,15 @@ def job_planned(event: JobPlanned, state: State) -> State:
 
 
 def stage_moved(event: StageMoved, state: State) -> State:
-    """Move one stage on; the job runs once all stages are ready, and succeeds once all have finished."""
+    """Move one stage on; the job runs once all stages are ready, and succeeds once all have finished.
+
+    Once all hold, the job takes the plan that it moves to.
+    """
     job = state.jobs[event.job]
     if not job.state.active or event.epoch != job.epoch or not 0 <= event.stage < len(job.stages):
         raise _impossible(event, job)
     old = job.stages[event.stage]
-    if old.state.ended or event.state < old.state:
+    if not event.state.follows(old.state) or (event.state is StageState.HELD and (job.next is None or not event.step)):
         raise _impossible(event, job)
     moved = replace(
         old,
@@ -52,14 +72,51 @@ def stage_moved(event: StageMoved, state: State) -> State:
         cause=event.cause,
         peer_stage=event.peer_stage,
         weights=event.weights,
+        step=event.step or old.step,
+        held=event.held,
     )
     stages = (*job.stages[: event.stage], moved, *job.stages[event.stage + 1 :])
     job = replace(job, stages=stages)
     if all(stage.state is StageState.FINISHED for stage in stages):
-        job = replace(job, state=JobState.SUCCEEDED, reason="", finished_wall_s=event.wall_s)
+        job = replace(job, state=JobState.SUCCEEDED, reason="", finished_wall_s=event.wall_s, next=None)
+    elif all(stage.state is StageState.HELD for stage in stages):
+        job = _moved(job, event)
     elif all(stage.state.ready for stage in stages):
         job = replace(job, state=JobState.RUNNING)
     return _with(state, job)
+
+
+def job_moves(event: JobMoves, state: State) -> State:
+    """Keep the plan that the job goes on by. Only a running job moves, and one move at a time."""
+    job = state.jobs[event.job]
+    if job.state is not JobState.RUNNING or job.next is not None or event.epoch <= job.epoch or not event.stages:
+        raise _impossible(event, job)
+    return _with(state, replace(job, reason=event.reason, next=MoveRecord(event.epoch, event.plan, event.stages)))
+
+
+def job_stays(event: JobStays, state: State) -> State:
+    """Forget the plan that the job was to go on by."""
+    job = state.jobs[event.job]
+    if job.next is None or job.holds:
+        raise _impossible(event, job)
+    return _with(state, replace(job, reason="", next=None))
+
+
+def _moved(job: JobRecord, event: StageMoved) -> JobRecord:
+    """Put the next plan in force: all stages hold, and their states are the start of it."""
+    if job.next is None or {stage.step for stage in job.stages} != {event.step}:
+        raise _impossible(event, job)
+    return replace(
+        job,
+        state=JobState.STARTING,
+        reason="",
+        epoch=job.next.epoch,
+        plan=job.next.plan,
+        stages=job.next.stages,
+        next=None,
+        resume=ResumeRecord(event.step, tuple(stage.held for stage in job.stages if stage.held is not None)),
+        past=(*job.past, PastRecord(event.step, len(job.stages))),
+    )
 
 
 def job_ended(event: JobEnded, state: State) -> State:
@@ -67,7 +124,7 @@ def job_ended(event: JobEnded, state: State) -> State:
     job = state.jobs[event.job]
     if job.state.ended or event.state not in (JobState.FAILED, JobState.CANCELLED):
         raise _impossible(event, job)
-    return _with(state, replace(job, state=event.state, reason=event.reason, finished_wall_s=event.wall_s))
+    return _with(state, replace(job, state=event.state, reason=event.reason, finished_wall_s=event.wall_s, next=None))
 
 
 def _with(state: State, job: JobRecord) -> State:

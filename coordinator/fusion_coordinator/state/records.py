@@ -49,16 +49,21 @@ class StageState(IntEnum):
     FINISHED = 4
     FAILED = 5
     STOPPED = 6
+    HELD = 7
 
     @property
     def ended(self) -> bool:
         """Whether the stage's worker has ended."""
         return self >= StageState.FINISHED
 
+    def follows(self, old: StageState) -> bool:
+        """Whether a stage in state `old` may come, or stay, in this one. A worker that has ended says nothing more."""
+        return not old.ended and self >= old
+
     @property
     def ready(self) -> bool:
         """Whether the stage has loaded everything, or is past that."""
-        return self in (StageState.READY, StageState.RUNNING, StageState.FINISHED)
+        return self in (StageState.READY, StageState.RUNNING, StageState.FINISHED, StageState.HELD)
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -113,7 +118,7 @@ class NodeRecord(Record, frozen=True):
 
 
 class WeightsRecord(Record, frozen=True):
-    """A blob that a finished stage uploaded."""
+    """A blob that a stage uploaded: the weights of a finished one, the state of a held one."""
 
     digest: str
     size_bytes: int
@@ -130,6 +135,35 @@ class StageRecord(Record, frozen=True):
     cause: str = ""  #: of FAILED
     peer_stage: int = -1  #: of a FAILED with cause "peer-lost"
     weights: WeightsRecord | None = None
+    step: int = 0  #: after which it has stopped to hold; 0: it has not
+    held: WeightsRecord | None = None  #: its state after that step, once it is HELD
+
+    @property
+    def holds(self) -> bool:
+        """Whether the stage does no further step under this plan."""
+        return self.step > 0
+
+
+class MoveRecord(Record, frozen=True):
+    """The plan that a running job takes once all its stages hold."""
+
+    epoch: int
+    plan: bytes  #: a serialised Plan
+    stages: tuple[StageRecord, ...]
+
+
+class ResumeRecord(Record, frozen=True):
+    """Where a job goes on that was held under another plan."""
+
+    step: int  #: the last one done
+    states: tuple[WeightsRecord, ...]  #: of all stages of that plan
+
+
+class PastRecord(Record, frozen=True):
+    """A plan that was in force."""
+
+    last_step: int
+    stages: int  #: how many it had
 
 
 class JobRecord(Record, frozen=True):
@@ -147,6 +181,14 @@ class JobRecord(Record, frozen=True):
     plan: bytes = b""  #: a serialised Plan
     stages: tuple[StageRecord, ...] = ()
     finished_wall_s: float = 0.0
+    next: MoveRecord | None = None  #: while the job moves
+    resume: ResumeRecord | None = None  #: of the present plan; None: it began with the first step
+    past: tuple[PastRecord, ...] = ()  #: the plans before, the first one first
+
+    @property
+    def holds(self) -> bool:
+        """Whether a stage has stopped already to let the job move."""
+        return any(stage.holds for stage in self.stages)
 
 
 class State(Record, frozen=True):

@@ -80,6 +80,10 @@ class Store(Protocol):
         """Return what is known of a complete blob."""
         ...
 
+    def drop_blobs(self, digests: Sequence[str]) -> None:
+        """Forget blobs; unknown ones are no error."""
+        ...
+
     def add_blob(self, blob: BlobRecord) -> None:
         """Note that a blob is complete; a second time changes nothing."""
         ...
@@ -92,8 +96,8 @@ class Store(Protocol):
         """Return the rows of up to `limit` steps later than `after`, in order of step and stage."""
         ...
 
-    def last_step(self, job: JobId, stages: int) -> int:
-        """Return the last step that all of a job's `stages` have reported; 0 if there is none."""
+    def last_step(self, job: JobId, stages: int, after: int = 0) -> int:
+        """Return the last step later than `after` that all of a job's `stages` have reported; 0 if there is none."""
         ...
 
     def logs(self, job: JobId, after: int, limit: int) -> list[LogRow]:

@@ -45,6 +45,10 @@ class MemoryStore:
     def add_blob(self, blob: BlobRecord) -> None:
         self._blobs.setdefault(blob.digest, blob)
 
+    def drop_blobs(self, digests: Sequence[str]) -> None:
+        for digest in digests:
+            self._blobs.pop(digest, None)
+
     def add_progress(self, steps: Sequence[StepRow], logs: Sequence[LogRow]) -> None:
         for step in steps:
             self._steps.setdefault((step.job, step.step, step.stage), step)
@@ -55,10 +59,10 @@ class MemoryStore:
         numbers = sorted({key[1] for key in self._steps if key[0] == job and key[1] > after})[:limit]
         return [self._steps[key] for key in sorted(self._steps) if key[0] == job and key[1] in numbers]
 
-    def last_step(self, job: JobId, stages: int) -> int:
+    def last_step(self, job: JobId, stages: int, after: int = 0) -> int:
         counts: dict[int, int] = {}
         for found, step, _ in self._steps:
-            if found == job:
+            if found == job and step > after:
                 counts[step] = counts.get(step, 0) + 1
         return max((step for step, count in counts.items() if count >= stages), default=0)
 

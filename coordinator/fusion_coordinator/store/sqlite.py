@@ -124,6 +124,11 @@ class SqliteStore:
         with self._connection.begin():
             self._connection.execute(insert(BLOBS).values(row).on_conflict_do_nothing())
 
+    def drop_blobs(self, digests: Sequence[str]) -> None:
+        if digests:
+            with self._connection.begin():
+                self._connection.execute(sa.delete(BLOBS).where(BLOBS.c.digest.in_(digests)))
+
     def add_progress(self, steps: Sequence[StepRow], logs: Sequence[LogRow]) -> None:
         if not steps and not logs:
             return
@@ -148,8 +153,8 @@ class SqliteStore:
         query = sa.select(STEPS).where(STEPS.c.job == job, STEPS.c.step > after, STEPS.c.step <= last)
         return [StepRow(*tuple(row)) for row in self._rows(query.order_by(STEPS.c.step, STEPS.c.stage))]
 
-    def last_step(self, job: JobId, stages: int) -> int:
-        query = sa.select(STEPS.c.step).where(STEPS.c.job == job).group_by(STEPS.c.step)
+    def last_step(self, job: JobId, stages: int, after: int = 0) -> int:
+        query = sa.select(STEPS.c.step).where(STEPS.c.job == job, STEPS.c.step > after).group_by(STEPS.c.step)
         query = query.having(sa.func.count() >= stages).order_by(STEPS.c.step.desc()).limit(1)
         return int(self._scalar(query) or 0)
 

@@ -146,7 +146,7 @@ class JobStatus(google.protobuf.message.Message):
     name: builtins.str
     state: Global___JobState.ValueType
     reason: builtins.str
-    """why it waits, failed or was cancelled"""
+    """why it waits, failed or was cancelled; where it moves to"""
     step: builtins.int
     """last finished"""
     steps: builtins.int
@@ -318,6 +318,36 @@ class CancelRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
 
 Global___CancelRequest: typing_extensions.TypeAlias = CancelRequest
+
+@typing.final
+class MoveRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    JOB_ID_FIELD_NUMBER: builtins.int
+    CUTS_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    job_id: builtins.str
+    @property
+    def cuts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """operator positions; legal ones only"""
+
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names or ids, one for each stage in its order"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        job_id: builtins.str = ...,
+        cuts: collections.abc.Iterable[builtins.int] | None = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cuts", b"cuts", "job_id", b"job_id", "nodes", b"nodes", "request_id", b"request_id"]) -> None: ...
+
+Global___MoveRequest: typing_extensions.TypeAlias = MoveRequest
 
 @typing.final
 class StatBlobRequest(google.protobuf.message.Message):

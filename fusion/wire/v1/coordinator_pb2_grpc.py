@@ -60,6 +60,11 @@ class JobsStub(object):
                 request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.CancelRequest.SerializeToString,
                 response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/fusion.wire.v1.Jobs/Move',
+                request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.MoveRequest.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
+                _registered_method=True)
 
 
 class JobsServicer(object):
@@ -97,6 +102,13 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """of a running job, at a step's end, to these nodes
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +135,11 @@ def add_JobsServicer_to_server(servicer, server):
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
                     request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.CancelRequest.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.MoveRequest.FromString,
                     response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.SerializeToString,
             ),
     }
@@ -261,6 +278,33 @@ class Jobs(object):
             target,
             '/fusion.wire.v1.Jobs/Cancel',
             fusion_dot_wire_dot_v1_dot_coordinator__pb2.CancelRequest.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.Jobs/Move',
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.MoveRequest.SerializeToString,
             fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
             options,
             channel_credentials,

@@ -36,6 +36,8 @@ class _StageStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """with the weights uploaded"""
     STAGE_STATE_FAILED: _StageState.ValueType  # 5
     STAGE_STATE_STOPPED: _StageState.ValueType  # 6
+    STAGE_STATE_HELD: _StageState.ValueType  # 7
+    """ended after a step, with the state uploaded"""
 
 class StageState(_StageState, metaclass=_StageStateEnumTypeWrapper): ...
 
@@ -48,6 +50,8 @@ STAGE_STATE_FINISHED: StageState.ValueType  # 4
 """with the weights uploaded"""
 STAGE_STATE_FAILED: StageState.ValueType  # 5
 STAGE_STATE_STOPPED: StageState.ValueType  # 6
+STAGE_STATE_HELD: StageState.ValueType  # 7
+"""ended after a step, with the state uploaded"""
 Global___StageState: typing_extensions.TypeAlias = StageState
 
 @typing.final
@@ -223,6 +227,7 @@ class Command(google.protobuf.message.Message):
     STOP_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
+    HOLD_FIELD_NUMBER: builtins.int
     @property
     def assign(self) -> fusion.wire.v1.plan_pb2.Assignment: ...
     @property
@@ -233,6 +238,8 @@ class Command(google.protobuf.message.Message):
 
     @property
     def probe(self) -> Global___ProbeOrder: ...
+    @property
+    def hold(self) -> Global___HoldStage: ...
     def __init__(
         self,
         *,
@@ -240,12 +247,33 @@ class Command(google.protobuf.message.Message):
         stop: Global___StopWorker | None = ...,
         ping: Global___Ping | None = ...,
         probe: Global___ProbeOrder | None = ...,
+        hold: Global___HoldStage | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "ping", b"ping", "probe", b"probe", "stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "ping", b"ping", "probe", b"probe", "stop", b"stop"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
+
+@typing.final
+class HoldStage(google.protobuf.message.Message):
+    """End the run at the next step's end, with the state uploaded. To stage 0, which decides for all stages."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    epoch: builtins.int
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job_id", b"job_id"]) -> None: ...
+
+Global___HoldStage: typing_extensions.TypeAlias = HoldStage
 
 @typing.final
 class StopWorker(google.protobuf.message.Message):
@@ -410,6 +438,8 @@ class StageReport(google.protobuf.message.Message):
     PEER_STAGE_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     job_id: builtins.str
     epoch: builtins.int
@@ -422,9 +452,15 @@ class StageReport(google.protobuf.message.Message):
     peer_stage: builtins.int
     """of "peer-lost": whom it lost; else -1"""
     incarnation: builtins.int
+    step: builtins.int
+    """of HELD, and of RUNNING once it has stopped there: the last one done"""
     @property
     def weights(self) -> fusion.wire.v1.tensor_pb2.BlobRef:
         """of FINISHED"""
+
+    @property
+    def held(self) -> fusion.wire.v1.tensor_pb2.BlobRef:
+        """of HELD: the state, a safetensors file"""
 
     def __init__(
         self,
@@ -439,9 +475,11 @@ class StageReport(google.protobuf.message.Message):
         peer_stage: builtins.int = ...,
         weights: fusion.wire.v1.tensor_pb2.BlobRef | None = ...,
         incarnation: builtins.int = ...,
+        step: builtins.int = ...,
+        held: fusion.wire.v1.tensor_pb2.BlobRef | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cause", b"cause", "detail", b"detail", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "peer_stage", b"peer_stage", "request_id", b"request_id", "stage", b"stage", "state", b"state", "weights", b"weights"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["held", b"held", "weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "detail", b"detail", "epoch", b"epoch", "held", b"held", "incarnation", b"incarnation", "job_id", b"job_id", "peer_stage", b"peer_stage", "request_id", b"request_id", "stage", b"stage", "state", b"state", "step", b"step", "weights", b"weights"]) -> None: ...
 
 Global___StageReport: typing_extensions.TypeAlias = StageReport
 
@@ -562,7 +600,7 @@ class LinkReceived(google.protobuf.message.Message):
     BUSY_S_FIELD_NUMBER: builtins.int
     source: builtins.int
     bytes: builtins.int
-    """payload of whole messages that are not urgent"""
+    """payload of messages large enough to time, without what comes with their header"""
     busy_s: builtins.float
     """from each one's header to its last byte"""
     def __init__(

@@ -5,6 +5,7 @@ isort:skip_file
 
 import builtins
 import collections.abc
+import fusion.wire.v1.tensor_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
@@ -156,6 +157,7 @@ class Assignment(google.protobuf.message.Message):
     STAGE_FIELD_NUMBER: builtins.int
     JOB_SPEC_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     cluster_id: builtins.str
     stage: builtins.int
@@ -163,6 +165,10 @@ class Assignment(google.protobuf.message.Message):
     """a serialised JobSpec"""
     @property
     def plan(self) -> Global___Plan: ...
+    @property
+    def resume(self) -> Global___Resume:
+        """absent: from the first step"""
+
     def __init__(
         self,
         *,
@@ -171,8 +177,33 @@ class Assignment(google.protobuf.message.Message):
         stage: builtins.int = ...,
         job_spec: builtins.bytes = ...,
         plan: Global___Plan | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "job_id", b"job_id", "job_spec", b"job_spec", "plan", b"plan", "stage", b"stage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["plan", b"plan", "resume", b"resume"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "job_id", b"job_id", "job_spec", b"job_spec", "plan", b"plan", "resume", b"resume", "stage", b"stage"]) -> None: ...
 
 Global___Assignment: typing_extensions.TypeAlias = Assignment
+
+@typing.final
+class Resume(google.protobuf.message.Message):
+    """Where a job goes on that was held under another plan."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """the last one done"""
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fusion.wire.v1.tensor_pb2.BlobRef]:
+        """together all parameters, buffers and optimizer tensors by name"""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        states: collections.abc.Iterable[fusion.wire.v1.tensor_pb2.BlobRef] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["states", b"states", "step", b"step"]) -> None: ...
+
+Global___Resume: typing_extensions.TypeAlias = Resume

@@ -1,0 +1,221 @@
+"""The planner: cluster, model and job in, plan out. Pure, and deterministic for a seed while its time suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fusion.base.errors import PlanError
+from fusion.base.ids import Epoch, StageIndex
+from fusion.base.units import format_bytes
+from fusion.graph.dag import Graph
+from fusion.graph.partition import partition
+from fusion.plan.chain import Chain
+from fusion.plan.codecs import NONE, parse_compression
+from fusion.plan.cost import Arrangement, Evaluation, Problem
+from fusion.plan.layers import layered_plans
+from fusion.plan.methods import Settings, arrange, promising
+from fusion.plan.need import stage_bytes
+from fusion.plan.network import network_of
+from fusion.plan.profile import profile_of
+from fusion.plan.timing import TimeModel
+from fusion.plan.types import Cluster, ClusterNode, JobView, Plan, PlannedLink, PlannedStage
+from fusion.plan.workload import Workload, workload_of
+
+BUDGET_S = 10.0
+_ROUNDS = 6  #: of making room for what only the whole graph shows
+_DIAGNOSIS_NODES = 24
+_HALVINGS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to plan; the codecs are the job's."""
+
+    method: str = "fusion"  #: one of `methods.METHODS`
+    seed: int = 0
+    budget_s: float = BUDGET_S  #: after which the best plan so far is taken
+    clock_s: Callable[[], float] | None = None  #: monotonic; None: the budget does not count
+    model: TimeModel | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what it was made from."""
+
+    plan: Plan
+    problem: Problem
+    arrangement: Arrangement
+    evaluation: Evaluation
+
+    @property
+    def bottleneck(self) -> str:
+        """What limits the speed, in words."""
+        first, second = self.evaluation.bottleneck
+        stages = self.plan.stages
+        if self.evaluation.waits:
+            return "memory: too few micro-batches in flight"
+        if first < 0:
+            site = next(
+                index for index, node in enumerate(self.arrangement.nodes) if self.problem.network.site[node] == second
+            )
+            return f"uplink of the site of {stages[site].node_name}"
+        if first == second:
+            return f"stage {first} on {stages[first].node_name}"
+        return f"link {stages[first].node_name} -> {stages[second].node_name}"
+
+
+def make_plan(cluster: Cluster, graph: Graph, job: JobView, options: Options | None = None) -> Planned:
+    """Return the best plan (epoch 1) that the method finds for a checked graph.
+
+    PlanError: no plan fits; it says what is missing. ConfigError: a method or compression that does not exist.
+    GraphError: `job.cuts` are not legal.
+    """
+    options = options or Options()
+    workload = workload_of(graph)
+    partition(graph, job.cuts)  # refuses cuts that are not legal
+    limits = {node.node: node.memory_bytes for node in cluster.nodes}
+    for _ in range(_ROUNDS):
+        nodes = tuple(replace(node, memory_bytes=limits[node.node]) for node in cluster.nodes)
+        planned = plan_workload(replace(cluster, nodes=nodes), workload, job, options)
+        parts = partition(graph, [stage.first_operator for stage in planned.plan.stages[1:]])
+        over = False
+        stages = []
+        for index, stage in enumerate(planned.plan.stages):
+            need, limit = stage_bytes(parts, index, job, stage.in_flight), _limit(cluster, stage)
+            if need > limit:
+                limits[stage.node] -= need - limit
+                over = True
+            stages.append(replace(stage, memory_bytes=need, memory_limit_bytes=limit))
+        if not over:
+            return replace(planned, plan=replace(planned.plan, stages=tuple(stages)))
+    raise PlanError("memory: what stages compute again fits no node; add memory or a node")
+
+
+def _limit(cluster: Cluster, stage: PlannedStage) -> int:
+    return next(node.memory_bytes for node in cluster.nodes if node.node == stage.node)
+
+
+def plan_workload(cluster: Cluster, workload: Workload, job: JobView, options: Options | None = None) -> Planned:
+    """Return the best plan for a workload; errors as `make_plan`."""
+    options = options or Options()
+    if not cluster.nodes:
+        raise PlanError("no node is idle; start one with 'fusion-node start'")
+    settings = Settings(options.method, parse_compression(job.compression), options.seed)
+    settings.check()
+    profile = profile_of(workload, job.optimizer_bytes_per_parameter, options.model, cuts=job.cuts)
+    problem = Problem(profile, network_of(cluster), job)
+    _check_cuts(problem)
+    found = arrange(problem, settings, _timer(options))
+    if found is None:
+        raise PlanError(_what_is_missing(problem, options))
+    evaluation = problem.evaluate(found)
+    return Planned(_plan(problem, found, evaluation), problem, found, evaluation)
+
+
+def _check_cuts(problem: Problem) -> None:
+    if problem.whole_blocks and problem.max_stages < problem.profile.blocks:
+        raise PlanError(
+            f"cuts: {len(problem.job.cuts)} cuts make {problem.profile.blocks} stages, "
+            f"only {problem.max_stages} nodes may be used"
+        )
+
+
+def _timer(options: Options) -> Callable[[], bool]:
+    clock_s = options.clock_s
+    if clock_s is None:
+        return lambda: False
+    end_s = clock_s() + options.budget_s
+    return lambda: clock_s() >= end_s
+
+
+# ---- the plan ----
+
+
+def _plan(problem: Problem, found: Arrangement, evaluation: Evaluation) -> Plan:
+    job = problem.job
+    stages = tuple(_stage(problem, found, evaluation, stage) for stage in range(len(found.nodes)))
+    links = []
+    for source, target in np.argwhere(evaluation.raw_bytes + evaluation.tied_bytes > 0).tolist():
+        codec = found.codec(source, target)
+        count = evaluation.raw_bytes[source, target] * job.micro_batches + evaluation.tied_bytes[source, target]
+        seconds = float(evaluation.link_s[source, target])
+        links.append(PlannedLink(StageIndex(source), StageIndex(target), codec.name, int(count), codec.ratio, seconds))
+    return Plan(Epoch(1), stages, tuple(links), job.schedule, job.micro_batches, evaluation.step_s)
+
+
+def _stage(problem: Problem, found: Arrangement, evaluation: Evaluation, stage: int) -> PlannedStage:
+    node = problem.network.cluster.nodes[found.nodes[stage]]
+    first, end = (int(problem.profile.positions[place]) for place in found.places[stage : stage + 2])
+    return PlannedStage(
+        node.node,
+        node.name,
+        node.address,
+        node.incarnation,
+        first,
+        end,
+        _parameters(problem, first, end),
+        int(evaluation.memory_bytes[stage]),
+        float(evaluation.forward_s[stage]),
+        float(evaluation.backward_s[stage]),
+        node.memory_bytes,
+        evaluation.in_flight[stage],
+    )
+
+
+def _parameters(problem: Problem, first: int, end: int) -> int:
+    held = problem.profile.workload.held
+    return sum(
+        item.elements for item in held if item.parameter and any(first <= reader < end for reader in item.readers)
+    )
+
+
+# ---- why there is none ----
+
+
+def _what_is_missing(problem: Problem, options: Options) -> str:
+    """Say in one line what is missing for any plan: links, memory, or freedom of the method."""
+    network = problem.network
+    closest = _closest(problem)
+    if closest is None:
+        stages = f"{problem.profile.blocks} nodes" if problem.whole_blocks else "two nodes"
+        return f"links: no {stages} of {len(network.flops)} connect in a row, both ways; check that they are reachable"
+    missing = float(problem.evaluate(closest).missing_bytes.sum())
+    if missing <= 0:
+        return f"method {options.method} finds no plan that fits its order of nodes; method fusion may leave nodes out"
+    offered = format_bytes(float(network.memory_bytes.sum()))
+    return (
+        f"memory: {format_bytes(missing)} more are needed even on the best {len(closest.nodes)} node(s); there are "
+        f"{len(network.flops)} with {offered} in all; add a node, raise --max-memory, or take more micro_batches"
+    )
+
+
+def _closest(problem: Problem) -> Arrangement | None:
+    """Return an arrangement that fits once every node has so much more memory that just one fits."""
+    pool = promising(problem, _DIAGNOSIS_NODES)
+
+    def fitting(more_bytes: float) -> Arrangement | None:
+        network = problem.network.subset(pool)
+        richer = replace(network, memory_bytes=network.memory_bytes + more_bytes)
+        chain = Chain(Problem(problem.profile, richer, problem.job), (NONE,), 0.0)
+        return next(iter(layered_plans(chain, lambda: False)), None)
+
+    low, high = 0.0, float(problem.profile.memory_bytes(problem.micro_batches).max())
+    best = fitting(high)
+    for _ in range(_HALVINGS if best is not None else 0):
+        middle = (low + high) / 2
+        found = fitting(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    if best is None:
+        return None
+    return Arrangement(tuple(int(pool[node]) for node in best.nodes), best.places)
+
+
+def nodes_of(planned: Planned) -> tuple[ClusterNode, ...]:
+    """Return the plan's nodes in the order of its stages."""
+    return tuple(planned.problem.network.cluster.nodes[node] for node in planned.arrangement.nodes)

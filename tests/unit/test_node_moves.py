@@ -1,0 +1,120 @@
+"""A node's part in a move: its worker holds, the next epoch's starts, and what is kept on the disk goes in time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from fusion.base.digest import BlobHasher
+from fusion.base.ids import JobId
+from fusion.protocol.job import BlobRef
+from fusion_node import events as a
+from fusion_node.agent import Agent
+from fusion_node.events import Assignment, StageRef
+from fusion_node.ipc import StageStateReport
+from fusion_node.statefiles import FileSource, StateFiles
+
+NODE, CLUSTER, JOB = "node-under-test", "cluster-one", "job-aaaaaaaaaa"
+HELD = StageStateReport("held", step=5, held_digest="ab" * 32, held_size_bytes=9)
+
+
+def assigned(epoch: int, job: str = JOB) -> a.Assigned:
+    return a.Assigned(7, Assignment(StageRef(job, epoch, 0), CLUSTER, NODE, 7, b"work"))
+
+
+@pytest.fixture
+def agent() -> Agent:
+    """One whose worker runs epoch 1."""
+    made = Agent(CLUSTER, NODE, random.Random(1))
+    made.start()
+    made.handle(a.Registered(7, 100.0, heartbeat_s=5.0, self_fence_s=25.0), 100.0)
+    made.handle(assigned(1), 100.0)
+    made.handle(a.WorkerReported(StageStateReport("running")), 100.0)
+    return made
+
+
+def kinds(actions: list[a.Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def test_the_worker_of_the_named_epoch_is_asked_to_hold_and_no_other(agent: Agent):
+    assert agent.handle(a.HoldOrdered(7, JOB, 1), 101.0) == [a.HoldWorker()]
+    for event in (a.HoldOrdered(7, JOB, 2), a.HoldOrdered(7, "job-bbbbbbbbbb", 1), a.HoldOrdered(6, JOB, 1)):
+        assert agent.handle(event, 101.0) == []
+    agent.handle(a.WorkerReported(HELD), 102.0)
+    assert agent.handle(a.HoldOrdered(7, JOB, 1), 103.0) == []
+
+
+def test_the_next_epoch_starts_when_the_worker_that_holds_has_ended(agent: Agent):
+    told = agent.handle(a.WorkerReported(HELD), 102.0)
+    assert [action.report for action in told if isinstance(action, a.ReportStage)] == [HELD]
+    waiting = agent.handle(assigned(2), 103.0)
+    assert a.StartWorker not in kinds(waiting)
+    assert a.ReportStage not in kinds(waiting)
+    started = agent.handle(a.WorkerExited("", ""), 104.0)
+    assert [action.assignment.ref.epoch for action in started if isinstance(action, a.StartWorker)] == [2]
+    assert a.ReportStage not in kinds(started)
+
+
+def test_the_next_epoch_starts_at_once_when_the_worker_that_held_is_gone(agent: Agent):
+    agent.handle(a.WorkerReported(HELD), 102.0)
+    assert a.ReportStage not in kinds(agent.handle(a.WorkerExited("", ""), 103.0))
+    assert kinds(agent.handle(assigned(2), 104.0)) == [a.StartWorker]
+
+
+def test_what_is_kept_goes_with_the_job_and_not_by_a_stop_of_an_epoch_that_is_over(agent: Agent):
+    agent.handle(a.WorkerReported(HELD), 102.0)
+    agent.handle(assigned(2), 103.0)
+    assert a.Forget not in kinds(agent.handle(a.StopOrdered(7, JOB, 1, "it has moved on"), 104.0))
+    agent.handle(a.WorkerExited("", ""), 104.0)
+    assert a.Forget(JOB) in agent.handle(a.StopOrdered(7, JOB, 2, "cancelled"), 105.0)
+
+
+def test_a_node_that_is_left_out_forgets(agent: Agent):
+    agent.handle(a.WorkerReported(HELD), 102.0)
+    agent.handle(a.WorkerExited("", ""), 103.0)
+    assert agent.handle(a.StopOrdered(7, JOB, 1, "it goes on without this node"), 104.0) == [a.Forget(JOB)]
+
+
+# ---- files ----
+
+
+def keep(files: StateFiles, job: str, content: bytes) -> BlobRef:
+    hasher = BlobHasher()
+    hasher.update(content)
+    blob = BlobRef(hasher.hexdigest(), len(content))
+    files.unfinished(JobId(job)).write_bytes(content)
+    files.keep(JobId(job), blob)
+    return blob
+
+
+def test_a_kept_state_is_found_by_its_digest_as_long_as_it_is_whole(tmp_path: Path):
+    files, content = StateFiles(tmp_path), bytes(range(256)) * 9000
+    blob = keep(files, JOB, content)
+    path = files.find(JobId(JOB), blob)
+    assert path is not None
+    assert files.find(JobId("job-bbbbbbbbbb"), blob) is None
+    source = FileSource(path)
+    assert source.size_bytes == len(content)
+    assert b"".join(source.chunks(1, 3)) == content[2**20 :]
+    part = bytearray(100)
+    source.read_into(2**20 - 50, memoryview(part))
+    assert bytes(part) == content[2**20 - 50 : 2**20 + 50]
+    path.write_bytes(content[:-1] + b"x")
+    assert files.find(JobId(JOB), blob) is None
+    path.write_bytes(content[:-1])
+    assert files.find(JobId(JOB), blob) is None
+
+
+def test_states_are_deleted_by_job_or_all_together_half_written_ones_too(tmp_path: Path):
+    files = StateFiles(tmp_path)
+    files.clear()
+    other = keep(files, "job-bbbbbbbbbb", b"other")
+    keep(files, JOB, b"mine")
+    files.unfinished(JobId(JOB)).write_bytes(b"half")
+    files.clear(JOB)
+    assert [path.name for path in (tmp_path / "state").iterdir()] == [f"job-bbbbbbbbbb-{other.digest}.safetensors"]
+    files.clear()
+    assert list((tmp_path / "state").iterdir()) == []
