@@ -16,7 +16,6 @@ from math import ceil
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from fusion.plan.codecs import PlanCodec
 from fusion.plan.cost import Arrangement, Problem
@@ -161,6 +160,13 @@ class Chain:
             return np.asarray(forward + backward)
         return np.asarray(np.maximum(forward, backward))
 
+    @cached_property
+    def all_links(self) -> tuple[Singles, Singles]:
+        """[p, d, q]: fill and busy seconds of all pairs."""
+        pair = np.ix_(np.arange(self.nodes), np.arange(self.nodes))
+        fill, busy = self.link_fill(*pair), self.link_busy(*pair)
+        return fill.transpose(0, 2, 1).copy(), busy.transpose(0, 2, 1).copy()
+
     # ---- one order of nodes ----
 
     def last_stage(self, seconds: Singles, window: Ints) -> Singles:
@@ -209,15 +215,40 @@ def _reversed(before: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def extend(start: Singles, window: Ints) -> tuple[Singles, Ints]:
-    """Return for each d the least start[i] with window[d] <= i < d, and that i. Arrays are [.., d]."""
+    """Return for each d the least start[i] with window[d] <= i < d, and that i. Arrays are [.., d].
+
+    By tables of the least among 1, 2, 4, ... neighbours: any range is covered by two of them. Value and place are one
+    integer, so that one minimum finds both; of equal values the first is taken.
+    """
     count = start.shape[-1]
-    index = np.arange(count)
-    width = max(1, int((index - window).max()))
-    padded = np.full((*start.shape[:-1], count - 1 + width), NEVER, dtype=np.float32)
-    padded[..., width:] = start[..., :-1]
-    view = sliding_window_view(padded, width, axis=-1)  # [.., d, o]: start[d - width + o]
-    allowed = np.arange(width) >= (window - index + width)[..., None]
-    masked = np.where(allowed, view, NEVER)
-    offset = masked.argmin(axis=-1)
-    value = np.take_along_axis(masked, offset[..., None], axis=-1)[..., 0]
-    return value, np.maximum(offset + index - width, 0)
+    depths = np.arange(count)
+    lengths = depths - window
+    possible = lengths > 0
+    levels = _LOG[np.where(possible, lengths, 1)]
+    table = (_ordered(start) << _PLACE_BITS) | depths
+    tables = [table]
+    for level in range(int(levels.max())):
+        step = 1 << level
+        table = np.concatenate([np.minimum(table[..., :-step], table[..., step:]), table[..., -step:]], axis=-1)
+        tables.append(table)
+    flat = np.concatenate(tables, axis=None)
+    row = (np.arange(start.size // count) * count).reshape(*start.shape[:-1], 1)
+    base = levels * start.size + row
+    left, right = base + np.minimum(window, count - 1), base + np.maximum(depths - (1 << levels), 0)
+    best = np.minimum(flat[left], flat[right])
+    return np.where(possible, _unordered(best >> _PLACE_BITS), NEVER), best & ((1 << _PLACE_BITS) - 1)
+
+
+_PLACE_BITS = 12
+_LOG = np.array([0, *(length.bit_length() - 1 for length in range(1, 1 << _PLACE_BITS))], dtype=np.int64)
+
+
+def _ordered(values: Singles) -> Ints:
+    """Return integers that are ordered as the numbers are: their bits, those of negative ones turned round."""
+    bits = np.ascontiguousarray(values).view(np.int32).astype(np.int64)
+    return np.asarray(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def _unordered(integers: Ints) -> Singles:
+    bits = integers ^ ((integers >> 31) & 0x7FFFFFFF)
+    return bits.astype(np.int32).view(np.float32)

@@ -47,9 +47,8 @@ class _Layers:
     def __init__(self, chain: Chain, cap: int, best_s: float) -> None:
         self.chain, self.window = chain, chain.windows[cap]
         self.most_s = np.float32(min(best_s - (chain.problem.micro_batches - 1) * chain.caps_s[cap] * 0.9, NEVER / 2))
-        pair = np.ix_(np.arange(chain.nodes), np.arange(chain.nodes))
-        busy = chain.link_busy(*pair)
-        self.link = np.where(busy <= chain.limits_s[cap], chain.link_fill(*pair), NEVER).transpose(0, 2, 1).copy()
+        fill, busy = chain.all_links
+        self.link = np.where(busy <= chain.limits_s[cap], fill, NEVER)
         self.rest: Singles = (chain.seconds[:, -1:] - chain.seconds).min(axis=0)  #: [d]: what is left takes so long
         self.origins: list[tuple[Ints, Ints]] = []  #: by stage from the second: (p, its depth), [q, d]
 

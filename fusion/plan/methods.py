@@ -122,7 +122,7 @@ def _ours(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrange
         if problem.gpipe or not chain.memory_binds:
             break
     if len(problem.network.flops) > _FEW_NODES:
-        effort = Effort(16, 32) if task.thorough else Effort(16, 8)
+        effort = Effort(16, 48) if task.thorough else Effort(16, 8)
         return Annealing(chains[-1], task.seed, effort, task.out_of_time).run(found)
     rounds = min(120 if task.thorough else 30, 15 * (len(problem.network.flops) - 1))
     main, spare = Effort(24, rounds, random=12), Effort(24, rounds // 3, random=4)

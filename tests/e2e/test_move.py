@@ -18,7 +18,7 @@ from tests.support.cluster import Cluster, eventually
 
 pytestmark = pytest.mark.slow
 
-STEPS = 160
+STEPS = 120
 
 
 @pytest.fixture(scope="module")

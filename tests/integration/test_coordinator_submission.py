@@ -125,7 +125,7 @@ def window_too_long(owner, spec):
         (wrong_shape, r"weights: layers.2.weight is float32 \[4, 5\] in the file, float32 \[4, 4\] in the graph"),
         (wrong_dtype, "is float64"),
         (pickle_as_weights, "no safetensors file"),
-        (truncated_weights, "its tensors end at byte"),
+        (truncated_weights, "the file is cut short"),
         (bad_cut, "cuts: 99"),
         (too_many_cuts, "max_stages=2"),
         (missing_field, "the model reads x, the data has y"),

@@ -62,6 +62,8 @@ def test_tensors_and_verdicts_cross_a_slow_link():
         recorders[1].wait_messages(2)
         recorders[0].wait_messages(1)
         taken_s = time.monotonic() - began_s
+        _, got = transports[1].counters()[0]
+        _, back = transports[0].counters()[1]
         transports[0].close("done")
         transports[1].close("done")
         carried = relay.close()
@@ -69,4 +71,7 @@ def test_tensors_and_verdicts_cross_a_slow_link():
     assert recorders[1].edges() == [2, 1]
     assert 2_000_000 < carried["node-0"]["node-1"] < 2_200_000
     assert 500_000 < carried["node-1"]["node-0"] < 700_000
+    for counters, size in ((got, 2_000_000), (back, 500_000)):  # the receivers see the link's goodput
+        assert 0 < size - counters.timed_bytes < 65_536
+        assert 0.6 * RATE < counters.timed_bytes / counters.busy_s < 1.5 * RATE
     assert [recorder.lost for recorder in recorders] == [[], []]
