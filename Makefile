@@ -26,7 +26,7 @@ $(PROTO_VENV)/.done: constraints.txt
 
 # Train a GPT over an emulated WAN on this machine. ARGS="--model resnet" and so on.
 demo: $(VENV)/.base
-	$(BIN)/fusion demo $(ARGS)
+	@$(BIN)/fusion demo $(ARGS)
 
 # Two at a time, a file's tests together: processes that wait for each other leave the cores idle.
 test: $(VENV)/.dev
