@@ -22,6 +22,7 @@ METHODS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
 POOL = 96  #: nodes that the search looks at
 #: Micro-batches in flight more at each stage than at the next: room for slow links, 1F1B's own, and fewer.
 SLOPES = (2.0, 1.0, 0.5, 0.0)
+_WORTH = 1.002  #: a plan with a node less may take so much longer
 _FEW_NODES, _FEW_BLOCKS = 16, 64
 _REPEATS = 3  #: searches with other random numbers, where they cost little
 
@@ -121,8 +122,16 @@ def _ours(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrange
         found = better + found
         if problem.gpipe or not chain.memory_binds:
             break
+    best = _annealed(problem, chains, found, task)
+    if best is None or problem.whole_blocks:
+        return best
+    return _without_useless(problem, chains[-1], best)
+
+
+def _annealed(problem: Problem, chains: Sequence[Chain], found: list[Arrangement], task: _Task) -> Arrangement | None:
+    """Improve what was found; small clusters are searched more thoroughly."""
     if len(problem.network.flops) > _FEW_NODES:
-        effort = Effort(16, 48) if task.thorough else Effort(16, 8)
+        effort = Effort(16, 40) if task.thorough else Effort(16, 8)
         return Annealing(chains[-1], task.seed, effort, task.out_of_time).run(found)
     rounds = min(120 if task.thorough else 30, 15 * (len(problem.network.flops) - 1))
     main, spare = Effort(24, rounds, random=12), Effort(24, rounds // 3, random=4)
@@ -131,6 +140,24 @@ def _ours(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrange
         best = Annealing(chain, task.seed + len(found), effort, task.out_of_time).run(found)
         found = found if best is None else [best, *found]
     return min(found, key=problem.step_s, default=None)
+
+
+def _without_useless(problem: Problem, chain: Chain, best: Arrangement) -> Arrangement:
+    """Drop nodes one after another while a step takes hardly longer: each could fail, and none is worth nothing."""
+    limit_s = problem.step_s(best) * _WORTH
+    dropped = True
+    while dropped and len(best.nodes) > 1:
+        dropped, busiest_s = False, problem.evaluate(best).busiest_s
+        fewer: list[Arrangement | None] = []
+        for at in range(len(best.nodes)):
+            rest = best.nodes[:at] + best.nodes[at + 1 :]
+            fewer.append(chain.best_cuts(rest, chain.caps_near(chain.cap_of(busiest_s), range(-3, 4))))
+            for inner in {max(1, at), min(len(rest), at + 1)}:  # its neighbours take its part over
+                fewer.append(chain.arrange(rest, best.places[:inner] + best.places[inner + 1 :]))
+        candidate = min((one for one in fewer if one is not None), key=problem.step_s, default=best)
+        if len(candidate.nodes) < len(best.nodes) and problem.step_s(candidate) <= limit_s:
+            best, dropped = candidate, True
+    return best
 
 
 def _on_pool(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrangement | None:

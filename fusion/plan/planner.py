@@ -21,7 +21,7 @@ from fusion.plan.need import stage_bytes
 from fusion.plan.network import network_of
 from fusion.plan.profile import profile_of
 from fusion.plan.timing import TimeModel
-from fusion.plan.types import Cluster, ClusterNode, JobView, Plan, PlannedLink, PlannedStage
+from fusion.plan.types import Cluster, JobView, Plan, PlannedLink, PlannedStage
 from fusion.plan.workload import Workload, workload_of
 
 BUDGET_S = 10.0
@@ -214,8 +214,3 @@ def _closest(problem: Problem) -> Arrangement | None:
     if best is None:
         return None
     return Arrangement(tuple(int(pool[node]) for node in best.nodes), best.places)
-
-
-def nodes_of(planned: Planned) -> tuple[ClusterNode, ...]:
-    """Return the plan's nodes in the order of its stages."""
-    return tuple(planned.problem.network.cluster.nodes[node] for node in planned.arrangement.nodes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, log
 
 from fusion.plan.types import ClusterNode
 
@@ -66,6 +67,4 @@ class TimeModel:
 
 def _rounded(ratio: float) -> float:
     """Return the nearest power of `_STEP`; infinite memory speed stays so."""
-    from math import inf, log
-
     return ratio if ratio in (0.0, inf) else _STEP ** round(log(ratio, _STEP))

@@ -17,6 +17,7 @@ from fusion.plan.methods import METHODS, Settings, arrange
 from fusion.plan.network import network_of
 from fusion.plan.relax import SLACK, relax, strength
 from fusion.plan.types import Cluster, Link, LinkTable
+from fusion.plan.workload import OperatorLoad
 from tests.support.planner import GIGA, chain_load, cluster, node, problem
 
 AUTO = parse_compression("auto")
@@ -110,6 +111,15 @@ def test_absent_links_are_never_used() -> None:
     of = problem(chain_load(9), cluster(nodes, LinkTable(only, default=None)))
     assert set(best(of).nodes) == {0, 2}
     assert arrange(of, Settings("op-fence"), never) is None
+
+
+def test_no_node_is_kept_that_makes_no_difference() -> None:
+    load = chain_load(2, value_bytes=1000)
+    found = best(problem(load, cluster([node("a"), node("b"), node("c", GIGA / 1000)], LinkTable())))
+    assert sorted(found.nodes) == [0, 1]
+    one_large = replace(load, operators=[load.operators[0], OperatorLoad("linear", 1.0, 2.0)])
+    machines = cluster([node("a"), node("b")], LinkTable(default=Link(1e12)))
+    assert len(best(problem(one_large, machines)).nodes) == 1
 
 
 def test_the_jobs_limits_hold() -> None:
