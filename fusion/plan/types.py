@@ -113,6 +113,7 @@ class PlannedStage:
     backward_s: float
     memory_limit_bytes: int = 0  #: what its node lets the job use; 0: not stated
     in_flight: int = 0  #: micro-batches that it holds at once; 0: as the schedule's name says
+    replica_stage: StageIndex | None = None  #: whose worker keeps a copy of this stage's state; None: nobody does
 
 
 @dataclass(frozen=True, slots=True)

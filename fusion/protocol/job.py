@@ -157,6 +157,9 @@ class JobSpec:
     shuffle: bool = True
     planner: PlannerName = "fusion"
     replan: bool = True  #: let the coordinator move the running job to a plan that is clearly better
+    compression: str = "none"
+    checkpoint_every_steps: int = 0  #: 0: never
+    checkpoint_keep: int = 3  #: so many of the latest ones
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Return the samples of each micro-batch: equal ones, and a smaller last one where it does not divide."""
@@ -199,6 +202,8 @@ def check_settings(job: JobSpec) -> None:
     _whole("eval_batches", job.eval_batches, 0, 10**6)
     _whole("max_stages", job.max_stages, 0, 10_000)
     _whole("threads", job.threads, 0, 1024)
+    _whole("checkpoint_every_steps", job.checkpoint_every_steps, 0, 10**9)
+    _whole("checkpoint_keep", job.checkpoint_keep, 1, 1000)
     _real("grad_clip", job.grad_clip, 0.0, 1e30)
     _choice("determinism", job.determinism, get_args(Determinism))
     _choice("precision", job.precision, get_args(Precision))
@@ -345,6 +350,9 @@ def job_to_proto(job: JobSpec) -> job_pb2.JobSpec:
         shuffle=job.shuffle,
         planner=job.planner,
         replan=job.replan,
+        compression=job.compression,
+        checkpoint_every_steps=job.checkpoint_every_steps,
+        checkpoint_keep=job.checkpoint_keep,
     )
     if job.eval_data is not None:
         message.eval_data.CopyFrom(data_to_proto(job.eval_data))
@@ -385,6 +393,9 @@ def job_from_proto(message: job_pb2.JobSpec) -> JobSpec:
         shuffle=message.shuffle,
         planner=message.planner or "fusion",  # type: ignore[arg-type]
         replan=message.replan,
+        compression=message.compression or "none",
+        checkpoint_every_steps=message.checkpoint_every_steps,
+        checkpoint_keep=message.checkpoint_keep or 3,
     )
     check_settings(job)
     return job

@@ -54,6 +54,7 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
             incarnation=stage.incarnation,
             memory_limit_bytes=stage.memory_limit_bytes,
             in_flight=stage.in_flight,
+            replica_stage=0 if stage.replica_stage is None else stage.replica_stage + 1,
         )
     for link in plan.links:
         message.links.add(
@@ -83,6 +84,7 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
             item.backward_s,
             item.memory_limit_bytes,
             item.in_flight,
+            StageIndex(item.replica_stage - 1) if item.replica_stage else None,
         )
         for item in message.stages
     )

@@ -23,7 +23,7 @@ from fusion.base.errors import ConfigError, DataError, FusionError, StoppedError
 from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
 from fusion.graph.partition import Partition, partition, stage_cost
-from fusion.plan.schedule import make_schedule
+from fusion.plan.plan_simulation import schedules_of
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import BlobRef, DataSpec, JobSpec, job_from_proto
@@ -179,7 +179,7 @@ class Worker:
         )
         transport = self._make_transport(parts)
         self._meter = LinkMeter(transport.counters)
-        schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches)[stage]
+        schedule = schedules_of(plan)[stage]
         runner = StageRunner(
             job,
             parts,

@@ -50,6 +50,9 @@ class JobSpec(google.protobuf.message.Message):
     SHUFFLE_FIELD_NUMBER: builtins.int
     PLANNER_FIELD_NUMBER: builtins.int
     REPLAN_FIELD_NUMBER: builtins.int
+    COMPRESSION_FIELD_NUMBER: builtins.int
+    CHECKPOINT_EVERY_STEPS_FIELD_NUMBER: builtins.int
+    CHECKPOINT_KEEP_FIELD_NUMBER: builtins.int
     name: builtins.str
     eval_every_steps: builtins.int
     """0: never"""
@@ -80,6 +83,12 @@ class JobSpec(google.protobuf.message.Message):
     """"fusion" (also if empty), "op-fence", "equal-number", "equal-compute" or "exact" """
     replan: builtins.bool
     """move the running job when another plan is clearly better"""
+    compression: builtins.str
+    """"none" (also if empty), "auto", "auto:R", a codec or a pair forward/backward, ..."""
+    checkpoint_every_steps: builtins.int
+    """0: never"""
+    checkpoint_keep: builtins.int
+    """so many of the latest ones"""
     @property
     def graph(self) -> fusion.wire.v1.tensor_pb2.BlobRef:
         """a serialised Graph"""
@@ -132,9 +141,12 @@ class JobSpec(google.protobuf.message.Message):
         shuffle: builtins.bool = ...,
         planner: builtins.str = ...,
         replan: builtins.bool = ...,
+        compression: builtins.str = ...,
+        checkpoint_every_steps: builtins.int = ...,
+        checkpoint_keep: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["data", b"data", "eval_data", b"eval_data", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "optimizer", b"optimizer", "weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "cuts", b"cuts", "data", b"data", "determinism", b"determinism", "eval_batches", b"eval_batches", "eval_data", b"eval_data", "eval_every_steps", b"eval_every_steps", "grad_clip", b"grad_clip", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "max_stages", b"max_stages", "micro_batches", b"micro_batches", "name", b"name", "optimizer", b"optimizer", "planner", b"planner", "precision", b"precision", "replan", b"replan", "schedule", b"schedule", "seed", b"seed", "shuffle", b"shuffle", "steps", b"steps", "threads", b"threads", "torch_version", b"torch_version", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "checkpoint_every_steps", b"checkpoint_every_steps", "checkpoint_keep", b"checkpoint_keep", "compression", b"compression", "cuts", b"cuts", "data", b"data", "determinism", b"determinism", "eval_batches", b"eval_batches", "eval_data", b"eval_data", "eval_every_steps", b"eval_every_steps", "grad_clip", b"grad_clip", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "max_stages", b"max_stages", "micro_batches", b"micro_batches", "name", b"name", "optimizer", b"optimizer", "planner", b"planner", "precision", b"precision", "replan", b"replan", "schedule", b"schedule", "seed", b"seed", "shuffle", b"shuffle", "steps", b"steps", "threads", b"threads", "torch_version", b"torch_version", "weights", b"weights"]) -> None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
 

@@ -27,15 +27,15 @@ from fusion.wire.v1 import plan_pb2 as fusion_dot_wire_dot_v1_dot_plan__pb2
 from fusion.wire.v1 import tensor_pb2 as fusion_dot_wire_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66usion/wire/v1/node.proto\x12\x0e\x66usion.wire.v1\x1a\x18\x66usion/wire/v1/job.proto\x1a\x19\x66usion/wire/v1/plan.proto\x1a\x1b\x66usion/wire/v1/tensor.proto\"\xbf\x01\n\x08Hardware\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x66lops\x18\x04 \x01(\x01\x12\x0f\n\x07threads\x18\x05 \x01(\r\x12\x10\n\x08platform\x18\x06 \x01(\t\x12\x16\n\x0epython_version\x18\x07 \x01(\t\x12\x15\n\rtorch_version\x18\x08 \x01(\t\x12\x17\n\x0fpackage_version\x18\t \x01(\t\"\x82\x01\n\x0fRegisterRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12*\n\x08hardware\x18\x04 \x01(\x0b\x32\x18.fusion.wire.v1.Hardware\x12\x10\n\x08protocol\x18\x05 \x01(\r\"c\n\x10RegisterResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\x12\x14\n\x0cself_fence_s\x18\x04 \x01(\x01\"|\n\x10HeartbeatRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x14\n\x0cwall_clock_s\x18\x06 \x01(\x01\":\n\x11HeartbeatResponse\x12\x14\n\x0cwall_clock_s\x18\x01 \x01(\x01\x12\x0f\n\x07revoked\x18\x02 \x03(\t\"#\n\x0cWatchRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"\xe9\x01\n\x07\x43ommand\x12,\n\x06\x61ssign\x18\x01 \x01(\x0b\x32\x1a.fusion.wire.v1.AssignmentH\x00\x12*\n\x04stop\x18\x02 \x01(\x0b\x32\x1a.fusion.wire.v1.StopWorkerH\x00\x12$\n\x04ping\x18\x03 \x01(\x0b\x32\x14.fusion.wire.v1.PingH\x00\x12+\n\x05probe\x18\x04 \x01(\x0b\x32\x1a.fusion.wire.v1.ProbeOrderH\x00\x12)\n\x04hold\x18\x05 \x01(\x0b\x32\x19.fusion.wire.v1.HoldStageH\x00\x42\x06\n\x04\x62ody\"*\n\tHoldStage\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\";\n\nStopWorker\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x06\n\x04Ping\"K\n\nProbeOrder\x12,\n\x07targets\x18\x01 \x03(\x0b\x32\x1b.fusion.wire.v1.ProbeTarget\x12\x0f\n\x07\x63\x61llers\x18\x02 \x03(\t\">\n\x0bProbeTarget\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"M\n\x0bLinksReport\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12)\n\x05links\x18\x02 \x03(\x0b\x32\x1a.fusion.wire.v1.LinkReport\"\x9a\x01\n\nLinkReport\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0cround_trip_s\x18\x04 \x01(\x01\x12\x19\n\x11there_bytes_per_s\x18\x05 \x01(\x01\x12\x18\n\x10\x62\x61\x63k_bytes_per_s\x18\x06 \x01(\x01\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"\x15\n\x13LinksReportResponse\"\xa1\x02\n\x0bStageReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05stage\x18\x04 \x01(\r\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.fusion.wire.v1.StageState\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\x12\x12\n\npeer_stage\x18\x08 \x01(\x05\x12(\n\x07weights\x18\t \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12\x13\n\x0bincarnation\x18\n \x01(\x04\x12\x0c\n\x04step\x18\x0b \x01(\x04\x12%\n\x04held\x18\x0c \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\"\x15\n\x13StageReportResponse\"\x80\x03\n\tStageStep\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\x04loss\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\teval_loss\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tgrad_norm\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x15\n\rlearning_rate\x18\x06 \x01(\x01\x12\x0f\n\x07skipped\x18\x07 \x01(\x08\x12\x0e\n\x06step_s\x18\x08 \x01(\x01\x12\x11\n\tcompute_s\x18\t \x01(\x01\x12\x0e\n\x06wait_s\x18\n \x01(\x01\x12\x0f\n\x07samples\x18\x0b \x01(\x04\x12\x0e\n\x06tokens\x18\x0c \x01(\x04\x12\'\n\x04sent\x18\r \x03(\x0b\x32\x19.fusion.wire.v1.LinkBytes\x12\x19\n\x11peak_memory_bytes\x18\x0e \x01(\x04\x12.\n\x08received\x18\x0f \x03(\x0b\x32\x1c.fusion.wire.v1.LinkReceivedB\x07\n\x05_lossB\x0c\n\n_eval_lossB\x0c\n\n_grad_norm\"P\n\tLinkBytes\x12\x0e\n\x06target\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x11\n\tsending_s\x18\x03 \x01(\x01\x12\x11\n\tblocked_s\x18\x04 \x01(\x01\"=\n\x0cLinkReceived\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x03 \x01(\x01\"F\n\x07LogLine\x12\x0e\n\x06wall_s\x18\x01 \x01(\x01\x12\r\n\x05level\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06origin\x18\x04 \x01(\t\"\x94\x01\n\rMetricsReport\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12(\n\x05steps\x18\x04 \x03(\x0b\x32\x19.fusion.wire.v1.StageStep\x12%\n\x04logs\x18\x05 \x03(\x0b\x32\x17.fusion.wire.v1.LogLine\"\x17\n\x15MetricsReportResponse\".\n\x0cProbeRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"E\n\rProbeResponse\x12\x11\n\treachable\x18\x01 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x11\n\tseen_host\x18\x03 \x01(\t\"\x1f\n\x0cRenewRequest\x12\x0f\n\x07\x63sr_der\x18\x01 \x01(\x0c\"(\n\rRenewResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\"3\n\x0cLeaveRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse*\xd4\x01\n\nStageState\x12\x1b\n\x17STAGE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14STAGE_STATE_STARTING\x10\x01\x12\x15\n\x11STAGE_STATE_READY\x10\x02\x12\x17\n\x13STAGE_STATE_RUNNING\x10\x03\x12\x18\n\x14STAGE_STATE_FINISHED\x10\x04\x12\x16\n\x12STAGE_STATE_FAILED\x10\x05\x12\x17\n\x13STAGE_STATE_STOPPED\x10\x06\x12\x14\n\x10STAGE_STATE_HELD\x10\x07\x32\xc7\x05\n\x0bNodeControl\x12M\n\x08Register\x12\x1f.fusion.wire.v1.RegisterRequest\x1a .fusion.wire.v1.RegisterResponse\x12P\n\tHeartbeat\x12 .fusion.wire.v1.HeartbeatRequest\x1a!.fusion.wire.v1.HeartbeatResponse\x12@\n\x05Watch\x12\x1c.fusion.wire.v1.WatchRequest\x1a\x17.fusion.wire.v1.Command0\x01\x12O\n\x0bReportStage\x12\x1b.fusion.wire.v1.StageReport\x1a#.fusion.wire.v1.StageReportResponse\x12U\n\rReportMetrics\x12\x1d.fusion.wire.v1.MetricsReport\x1a%.fusion.wire.v1.MetricsReportResponse\x12O\n\x0bReportLinks\x12\x1b.fusion.wire.v1.LinksReport\x1a#.fusion.wire.v1.LinksReportResponse\x12P\n\x11ProbeReachability\x12\x1c.fusion.wire.v1.ProbeRequest\x1a\x1d.fusion.wire.v1.ProbeResponse\x12\x44\n\x05Renew\x12\x1c.fusion.wire.v1.RenewRequest\x1a\x1d.fusion.wire.v1.RenewResponse\x12\x44\n\x05Leave\x12\x1c.fusion.wire.v1.LeaveRequest\x1a\x1d.fusion.wire.v1.LeaveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66usion/wire/v1/node.proto\x12\x0e\x66usion.wire.v1\x1a\x18\x66usion/wire/v1/job.proto\x1a\x19\x66usion/wire/v1/plan.proto\x1a\x1b\x66usion/wire/v1/tensor.proto\"\xbf\x01\n\x08Hardware\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_name\x18\x02 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x66lops\x18\x04 \x01(\x01\x12\x0f\n\x07threads\x18\x05 \x01(\r\x12\x10\n\x08platform\x18\x06 \x01(\t\x12\x16\n\x0epython_version\x18\x07 \x01(\t\x12\x15\n\rtorch_version\x18\x08 \x01(\t\x12\x17\n\x0fpackage_version\x18\t \x01(\t\"\x82\x01\n\x0fRegisterRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12*\n\x08hardware\x18\x04 \x01(\x0b\x32\x18.fusion.wire.v1.Hardware\x12\x10\n\x08protocol\x18\x05 \x01(\r\"c\n\x10RegisterResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\x12\x14\n\x0cself_fence_s\x18\x04 \x01(\x01\"|\n\x10HeartbeatRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x14\n\x0cwall_clock_s\x18\x06 \x01(\x01\":\n\x11HeartbeatResponse\x12\x14\n\x0cwall_clock_s\x18\x01 \x01(\x01\x12\x0f\n\x07revoked\x18\x02 \x03(\t\"#\n\x0cWatchRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"\x99\x02\n\x07\x43ommand\x12,\n\x06\x61ssign\x18\x01 \x01(\x0b\x32\x1a.fusion.wire.v1.AssignmentH\x00\x12*\n\x04stop\x18\x02 \x01(\x0b\x32\x1a.fusion.wire.v1.StopWorkerH\x00\x12$\n\x04ping\x18\x03 \x01(\x0b\x32\x14.fusion.wire.v1.PingH\x00\x12+\n\x05probe\x18\x04 \x01(\x0b\x32\x1a.fusion.wire.v1.ProbeOrderH\x00\x12)\n\x04hold\x18\x05 \x01(\x0b\x32\x19.fusion.wire.v1.HoldStageH\x00\x12.\n\x06upload\x18\x06 \x01(\x0b\x32\x1c.fusion.wire.v1.UploadStatesH\x00\x42\x06\n\x04\x62ody\"*\n\tHoldStage\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"/\n\x0cUploadStates\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x03(\t\"\x81\x01\n\tKeptState\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12&\n\x05state\x18\x05 \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12\x10\n\x08uploaded\x18\x06 \x01(\x08\"N\n\x0cStatesReport\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12)\n\x06states\x18\x02 \x03(\x0b\x32\x19.fusion.wire.v1.KeptState\"\x16\n\x14StatesReportResponse\";\n\nStopWorker\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x06\n\x04Ping\"K\n\nProbeOrder\x12,\n\x07targets\x18\x01 \x03(\x0b\x32\x1b.fusion.wire.v1.ProbeTarget\x12\x0f\n\x07\x63\x61llers\x18\x02 \x03(\t\">\n\x0bProbeTarget\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"M\n\x0bLinksReport\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12)\n\x05links\x18\x02 \x03(\x0b\x32\x1a.fusion.wire.v1.LinkReport\"\x9a\x01\n\nLinkReport\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\treachable\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0cround_trip_s\x18\x04 \x01(\x01\x12\x19\n\x11there_bytes_per_s\x18\x05 \x01(\x01\x12\x18\n\x10\x62\x61\x63k_bytes_per_s\x18\x06 \x01(\x01\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"\x15\n\x13LinksReportResponse\"\xa1\x02\n\x0bStageReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05stage\x18\x04 \x01(\r\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.fusion.wire.v1.StageState\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\x12\x12\n\npeer_stage\x18\x08 \x01(\x05\x12(\n\x07weights\x18\t \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12\x13\n\x0bincarnation\x18\n \x01(\x04\x12\x0c\n\x04step\x18\x0b \x01(\x04\x12%\n\x04held\x18\x0c \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\"\x15\n\x13StageReportResponse\"\x80\x03\n\tStageStep\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\x04loss\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\teval_loss\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tgrad_norm\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x15\n\rlearning_rate\x18\x06 \x01(\x01\x12\x0f\n\x07skipped\x18\x07 \x01(\x08\x12\x0e\n\x06step_s\x18\x08 \x01(\x01\x12\x11\n\tcompute_s\x18\t \x01(\x01\x12\x0e\n\x06wait_s\x18\n \x01(\x01\x12\x0f\n\x07samples\x18\x0b \x01(\x04\x12\x0e\n\x06tokens\x18\x0c \x01(\x04\x12\'\n\x04sent\x18\r \x03(\x0b\x32\x19.fusion.wire.v1.LinkBytes\x12\x19\n\x11peak_memory_bytes\x18\x0e \x01(\x04\x12.\n\x08received\x18\x0f \x03(\x0b\x32\x1c.fusion.wire.v1.LinkReceivedB\x07\n\x05_lossB\x0c\n\n_eval_lossB\x0c\n\n_grad_norm\"P\n\tLinkBytes\x12\x0e\n\x06target\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x11\n\tsending_s\x18\x03 \x01(\x01\x12\x11\n\tblocked_s\x18\x04 \x01(\x01\"=\n\x0cLinkReceived\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x03 \x01(\x01\"F\n\x07LogLine\x12\x0e\n\x06wall_s\x18\x01 \x01(\x01\x12\r\n\x05level\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06origin\x18\x04 \x01(\t\"\x94\x01\n\rMetricsReport\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12(\n\x05steps\x18\x04 \x03(\x0b\x32\x19.fusion.wire.v1.StageStep\x12%\n\x04logs\x18\x05 \x03(\x0b\x32\x17.fusion.wire.v1.LogLine\"\x17\n\x15MetricsReportResponse\".\n\x0cProbeRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\"E\n\rProbeResponse\x12\x11\n\treachable\x18\x01 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x11\n\tseen_host\x18\x03 \x01(\t\"\x1f\n\x0cRenewRequest\x12\x0f\n\x07\x63sr_der\x18\x01 \x01(\x0c\"(\n\rRenewResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\"3\n\x0cLeaveRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse*\xd4\x01\n\nStageState\x12\x1b\n\x17STAGE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14STAGE_STATE_STARTING\x10\x01\x12\x15\n\x11STAGE_STATE_READY\x10\x02\x12\x17\n\x13STAGE_STATE_RUNNING\x10\x03\x12\x18\n\x14STAGE_STATE_FINISHED\x10\x04\x12\x16\n\x12STAGE_STATE_FAILED\x10\x05\x12\x17\n\x13STAGE_STATE_STOPPED\x10\x06\x12\x14\n\x10STAGE_STATE_HELD\x10\x07\x32\xc7\x05\n\x0bNodeControl\x12M\n\x08Register\x12\x1f.fusion.wire.v1.RegisterRequest\x1a .fusion.wire.v1.RegisterResponse\x12P\n\tHeartbeat\x12 .fusion.wire.v1.HeartbeatRequest\x1a!.fusion.wire.v1.HeartbeatResponse\x12@\n\x05Watch\x12\x1c.fusion.wire.v1.WatchRequest\x1a\x17.fusion.wire.v1.Command0\x01\x12O\n\x0bReportStage\x12\x1b.fusion.wire.v1.StageReport\x1a#.fusion.wire.v1.StageReportResponse\x12U\n\rReportMetrics\x12\x1d.fusion.wire.v1.MetricsReport\x1a%.fusion.wire.v1.MetricsReportResponse\x12O\n\x0bReportLinks\x12\x1b.fusion.wire.v1.LinksReport\x1a#.fusion.wire.v1.LinksReportResponse\x12P\n\x11ProbeReachability\x12\x1c.fusion.wire.v1.ProbeRequest\x1a\x1d.fusion.wire.v1.ProbeResponse\x12\x44\n\x05Renew\x12\x1c.fusion.wire.v1.RenewRequest\x1a\x1d.fusion.wire.v1.RenewResponse\x12\x44\n\x05Leave\x12\x1c.fusion.wire.v1.LeaveRequest\x1a\x1d.fusion.wire.v1.LeaveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fusion.wire.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STAGESTATE']._serialized_start=2887
-  _globals['_STAGESTATE']._serialized_end=3099
+  _globals['_STAGESTATE']._serialized_start=3220
+  _globals['_STAGESTATE']._serialized_end=3432
   _globals['_HARDWARE']._serialized_start=128
   _globals['_HARDWARE']._serialized_end=319
   _globals['_REGISTERREQUEST']._serialized_start=322
@@ -49,51 +49,59 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREQUEST']._serialized_start=741
   _globals['_WATCHREQUEST']._serialized_end=776
   _globals['_COMMAND']._serialized_start=779
-  _globals['_COMMAND']._serialized_end=1012
-  _globals['_HOLDSTAGE']._serialized_start=1014
-  _globals['_HOLDSTAGE']._serialized_end=1056
-  _globals['_STOPWORKER']._serialized_start=1058
-  _globals['_STOPWORKER']._serialized_end=1117
-  _globals['_PING']._serialized_start=1119
-  _globals['_PING']._serialized_end=1125
-  _globals['_PROBEORDER']._serialized_start=1127
-  _globals['_PROBEORDER']._serialized_end=1202
-  _globals['_PROBETARGET']._serialized_start=1204
-  _globals['_PROBETARGET']._serialized_end=1266
-  _globals['_LINKSREPORT']._serialized_start=1268
-  _globals['_LINKSREPORT']._serialized_end=1345
-  _globals['_LINKREPORT']._serialized_start=1348
-  _globals['_LINKREPORT']._serialized_end=1502
-  _globals['_LINKSREPORTRESPONSE']._serialized_start=1504
-  _globals['_LINKSREPORTRESPONSE']._serialized_end=1525
-  _globals['_STAGEREPORT']._serialized_start=1528
-  _globals['_STAGEREPORT']._serialized_end=1817
-  _globals['_STAGEREPORTRESPONSE']._serialized_start=1819
-  _globals['_STAGEREPORTRESPONSE']._serialized_end=1840
-  _globals['_STAGESTEP']._serialized_start=1843
-  _globals['_STAGESTEP']._serialized_end=2227
-  _globals['_LINKBYTES']._serialized_start=2229
-  _globals['_LINKBYTES']._serialized_end=2309
-  _globals['_LINKRECEIVED']._serialized_start=2311
-  _globals['_LINKRECEIVED']._serialized_end=2372
-  _globals['_LOGLINE']._serialized_start=2374
-  _globals['_LOGLINE']._serialized_end=2444
-  _globals['_METRICSREPORT']._serialized_start=2447
-  _globals['_METRICSREPORT']._serialized_end=2595
-  _globals['_METRICSREPORTRESPONSE']._serialized_start=2597
-  _globals['_METRICSREPORTRESPONSE']._serialized_end=2620
-  _globals['_PROBEREQUEST']._serialized_start=2622
-  _globals['_PROBEREQUEST']._serialized_end=2668
-  _globals['_PROBERESPONSE']._serialized_start=2670
-  _globals['_PROBERESPONSE']._serialized_end=2739
-  _globals['_RENEWREQUEST']._serialized_start=2741
-  _globals['_RENEWREQUEST']._serialized_end=2772
-  _globals['_RENEWRESPONSE']._serialized_start=2774
-  _globals['_RENEWRESPONSE']._serialized_end=2814
-  _globals['_LEAVEREQUEST']._serialized_start=2816
-  _globals['_LEAVEREQUEST']._serialized_end=2867
-  _globals['_LEAVERESPONSE']._serialized_start=2869
-  _globals['_LEAVERESPONSE']._serialized_end=2884
-  _globals['_NODECONTROL']._serialized_start=3102
-  _globals['_NODECONTROL']._serialized_end=3813
+  _globals['_COMMAND']._serialized_end=1060
+  _globals['_HOLDSTAGE']._serialized_start=1062
+  _globals['_HOLDSTAGE']._serialized_end=1104
+  _globals['_UPLOADSTATES']._serialized_start=1106
+  _globals['_UPLOADSTATES']._serialized_end=1153
+  _globals['_KEPTSTATE']._serialized_start=1156
+  _globals['_KEPTSTATE']._serialized_end=1285
+  _globals['_STATESREPORT']._serialized_start=1287
+  _globals['_STATESREPORT']._serialized_end=1365
+  _globals['_STATESREPORTRESPONSE']._serialized_start=1367
+  _globals['_STATESREPORTRESPONSE']._serialized_end=1389
+  _globals['_STOPWORKER']._serialized_start=1391
+  _globals['_STOPWORKER']._serialized_end=1450
+  _globals['_PING']._serialized_start=1452
+  _globals['_PING']._serialized_end=1458
+  _globals['_PROBEORDER']._serialized_start=1460
+  _globals['_PROBEORDER']._serialized_end=1535
+  _globals['_PROBETARGET']._serialized_start=1537
+  _globals['_PROBETARGET']._serialized_end=1599
+  _globals['_LINKSREPORT']._serialized_start=1601
+  _globals['_LINKSREPORT']._serialized_end=1678
+  _globals['_LINKREPORT']._serialized_start=1681
+  _globals['_LINKREPORT']._serialized_end=1835
+  _globals['_LINKSREPORTRESPONSE']._serialized_start=1837
+  _globals['_LINKSREPORTRESPONSE']._serialized_end=1858
+  _globals['_STAGEREPORT']._serialized_start=1861
+  _globals['_STAGEREPORT']._serialized_end=2150
+  _globals['_STAGEREPORTRESPONSE']._serialized_start=2152
+  _globals['_STAGEREPORTRESPONSE']._serialized_end=2173
+  _globals['_STAGESTEP']._serialized_start=2176
+  _globals['_STAGESTEP']._serialized_end=2560
+  _globals['_LINKBYTES']._serialized_start=2562
+  _globals['_LINKBYTES']._serialized_end=2642
+  _globals['_LINKRECEIVED']._serialized_start=2644
+  _globals['_LINKRECEIVED']._serialized_end=2705
+  _globals['_LOGLINE']._serialized_start=2707
+  _globals['_LOGLINE']._serialized_end=2777
+  _globals['_METRICSREPORT']._serialized_start=2780
+  _globals['_METRICSREPORT']._serialized_end=2928
+  _globals['_METRICSREPORTRESPONSE']._serialized_start=2930
+  _globals['_METRICSREPORTRESPONSE']._serialized_end=2953
+  _globals['_PROBEREQUEST']._serialized_start=2955
+  _globals['_PROBEREQUEST']._serialized_end=3001
+  _globals['_PROBERESPONSE']._serialized_start=3003
+  _globals['_PROBERESPONSE']._serialized_end=3072
+  _globals['_RENEWREQUEST']._serialized_start=3074
+  _globals['_RENEWREQUEST']._serialized_end=3105
+  _globals['_RENEWRESPONSE']._serialized_start=3107
+  _globals['_RENEWRESPONSE']._serialized_end=3147
+  _globals['_LEAVEREQUEST']._serialized_start=3149
+  _globals['_LEAVEREQUEST']._serialized_end=3200
+  _globals['_LEAVERESPONSE']._serialized_start=3202
+  _globals['_LEAVERESPONSE']._serialized_end=3217
+  _globals['_NODECONTROL']._serialized_start=3435
+  _globals['_NODECONTROL']._serialized_end=4146
 # @@protoc_insertion_point(module_scope)

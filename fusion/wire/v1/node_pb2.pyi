@@ -228,6 +228,7 @@ class Command(google.protobuf.message.Message):
     PING_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
     HOLD_FIELD_NUMBER: builtins.int
+    UPLOAD_FIELD_NUMBER: builtins.int
     @property
     def assign(self) -> fusion.wire.v1.plan_pb2.Assignment: ...
     @property
@@ -240,6 +241,8 @@ class Command(google.protobuf.message.Message):
     def probe(self) -> Global___ProbeOrder: ...
     @property
     def hold(self) -> Global___HoldStage: ...
+    @property
+    def upload(self) -> Global___UploadStates: ...
     def __init__(
         self,
         *,
@@ -248,10 +251,11 @@ class Command(google.protobuf.message.Message):
         ping: Global___Ping | None = ...,
         probe: Global___ProbeOrder | None = ...,
         hold: Global___HoldStage | None = ...,
+        upload: Global___UploadStates | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop", "upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop", "upload", b"upload"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold", "upload"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
 
@@ -274,6 +278,95 @@ class HoldStage(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job_id", b"job_id"]) -> None: ...
 
 Global___HoldStage: typing_extensions.TypeAlias = HoldStage
+
+@typing.final
+class UploadStates(google.protobuf.message.Message):
+    """Put kept states into the blob store, for a job that goes on elsewhere."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    DIGESTS_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    @property
+    def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        digests: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digests", b"digests", "job_id", b"job_id"]) -> None: ...
+
+Global___UploadStates: typing_extensions.TypeAlias = UploadStates
+
+@typing.final
+class KeptState(google.protobuf.message.Message):
+    """The state of one stage after one step, in a node's keeping: its own stage's or another's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    UPLOADED_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    epoch: builtins.int
+    stage: builtins.int
+    step: builtins.int
+    uploaded: builtins.bool
+    """the blob store has it"""
+    @property
+    def state(self) -> fusion.wire.v1.tensor_pb2.BlobRef:
+        """a safetensors file"""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        stage: builtins.int = ...,
+        step: builtins.int = ...,
+        state: fusion.wire.v1.tensor_pb2.BlobRef | None = ...,
+        uploaded: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job_id", b"job_id", "stage", b"stage", "state", b"state", "step", b"step", "uploaded", b"uploaded"]) -> None: ...
+
+Global___KeptState: typing_extensions.TypeAlias = KeptState
+
+@typing.final
+class StatesReport(google.protobuf.message.Message):
+    """All states that a node keeps; replaces what it said before."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
+    incarnation: builtins.int
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeptState]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.int = ...,
+        states: collections.abc.Iterable[Global___KeptState] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "states", b"states"]) -> None: ...
+
+Global___StatesReport: typing_extensions.TypeAlias = StatesReport
+
+@typing.final
+class StatesReportResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___StatesReportResponse: typing_extensions.TypeAlias = StatesReportResponse
 
 @typing.final
 class StopWorker(google.protobuf.message.Message):
