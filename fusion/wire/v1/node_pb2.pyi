@@ -229,6 +229,7 @@ class Command(google.protobuf.message.Message):
     PROBE_FIELD_NUMBER: builtins.int
     HOLD_FIELD_NUMBER: builtins.int
     UPLOAD_FIELD_NUMBER: builtins.int
+    CODECS_FIELD_NUMBER: builtins.int
     @property
     def assign(self) -> fusion.wire.v1.plan_pb2.Assignment: ...
     @property
@@ -243,6 +244,8 @@ class Command(google.protobuf.message.Message):
     def hold(self) -> Global___HoldStage: ...
     @property
     def upload(self) -> Global___UploadStates: ...
+    @property
+    def codecs(self) -> Global___SetCodecs: ...
     def __init__(
         self,
         *,
@@ -252,10 +255,11 @@ class Command(google.protobuf.message.Message):
         probe: Global___ProbeOrder | None = ...,
         hold: Global___HoldStage | None = ...,
         upload: Global___UploadStates | None = ...,
+        codecs: Global___SetCodecs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop", "upload", b"upload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop", "upload", b"upload"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold", "upload"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop", "upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop", "upload", b"upload"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold", "upload", "codecs"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
 
@@ -278,6 +282,36 @@ class HoldStage(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job_id", b"job_id"]) -> None: ...
 
 Global___HoldStage: typing_extensions.TypeAlias = HoldStage
+
+@typing.final
+class SetCodecs(google.protobuf.message.Message):
+    """Use these codecs from a coming step on, alike on all stages. To stage 0, which decides from which."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    epoch: builtins.int
+    revision: builtins.int
+    """from 1 within an epoch; an older one than what is in force is ignored"""
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fusion.wire.v1.plan_pb2.LinkCodec]:
+        """links that are not named keep theirs"""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        revision: builtins.int = ...,
+        links: collections.abc.Iterable[fusion.wire.v1.plan_pb2.LinkCodec] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job_id", b"job_id", "links", b"links", "revision", b"revision"]) -> None: ...
+
+Global___SetCodecs: typing_extensions.TypeAlias = SetCodecs
 
 @typing.final
 class UploadStates(google.protobuf.message.Message):
@@ -607,6 +641,7 @@ class StageStep(google.protobuf.message.Message):
     SENT_FIELD_NUMBER: builtins.int
     PEAK_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     RECEIVED_FIELD_NUMBER: builtins.int
+    CODEC_REVISION_FIELD_NUMBER: builtins.int
     stage: builtins.int
     step: builtins.int
     """from 1"""
@@ -624,6 +659,8 @@ class StageStep(google.protobuf.message.Message):
     samples: builtins.int
     tokens: builtins.int
     peak_memory_bytes: builtins.int
+    codec_revision: builtins.int
+    """of stage 0: of the last SetCodecs that was in force; 0: the plan's own"""
     @property
     def sent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LinkBytes]: ...
     @property
@@ -646,9 +683,10 @@ class StageStep(google.protobuf.message.Message):
         sent: collections.abc.Iterable[Global___LinkBytes] | None = ...,
         peak_memory_bytes: builtins.int = ...,
         received: collections.abc.Iterable[Global___LinkReceived] | None = ...,
+        codec_revision: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "_grad_norm", b"_grad_norm", "_loss", b"_loss", "eval_loss", b"eval_loss", "grad_norm", b"grad_norm", "loss", b"loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "_grad_norm", b"_grad_norm", "_loss", b"_loss", "compute_s", b"compute_s", "eval_loss", b"eval_loss", "grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "loss", b"loss", "peak_memory_bytes", b"peak_memory_bytes", "received", b"received", "samples", b"samples", "sent", b"sent", "skipped", b"skipped", "stage", b"stage", "step", b"step", "step_s", b"step_s", "tokens", b"tokens", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "_grad_norm", b"_grad_norm", "_loss", b"_loss", "codec_revision", b"codec_revision", "compute_s", b"compute_s", "eval_loss", b"eval_loss", "grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "loss", b"loss", "peak_memory_bytes", b"peak_memory_bytes", "received", b"received", "samples", b"samples", "sent", b"sent", "skipped", b"skipped", "stage", b"stage", "step", b"step", "step_s", b"step_s", "tokens", b"tokens", "wait_s", b"wait_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_loss", b"_eval_loss"]) -> typing.Literal["eval_loss"] | None: ...
     @typing.overload
@@ -666,12 +704,23 @@ class LinkBytes(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     SENDING_S_FIELD_NUMBER: builtins.int
     BLOCKED_S_FIELD_NUMBER: builtins.int
+    RAW_BYTES_FIELD_NUMBER: builtins.int
+    CODED_BYTES_FIELD_NUMBER: builtins.int
+    ENCODE_S_FIELD_NUMBER: builtins.int
+    CODEC_FIELD_NUMBER: builtins.int
     target: builtins.int
     bytes: builtins.int
     sending_s: builtins.float
     """the link was busy with a frame"""
     blocked_s: builtins.float
     """a message waited for credit"""
+    raw_bytes: builtins.int
+    """of the values and gradients, before their codec"""
+    coded_bytes: builtins.int
+    """the same after it"""
+    encode_s: builtins.float
+    codec: builtins.str
+    """in force on this link"""
     def __init__(
         self,
         *,
@@ -679,8 +728,12 @@ class LinkBytes(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         sending_s: builtins.float = ...,
         blocked_s: builtins.float = ...,
+        raw_bytes: builtins.int = ...,
+        coded_bytes: builtins.int = ...,
+        encode_s: builtins.float = ...,
+        codec: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocked_s", b"blocked_s", "bytes", b"bytes", "sending_s", b"sending_s", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocked_s", b"blocked_s", "bytes", b"bytes", "codec", b"codec", "coded_bytes", b"coded_bytes", "encode_s", b"encode_s", "raw_bytes", b"raw_bytes", "sending_s", b"sending_s", "target", b"target"]) -> None: ...
 
 Global___LinkBytes: typing_extensions.TypeAlias = LinkBytes
 
@@ -691,19 +744,26 @@ class LinkReceived(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     BUSY_S_FIELD_NUMBER: builtins.int
+    DECODE_S_FIELD_NUMBER: builtins.int
+    WAITED_S_FIELD_NUMBER: builtins.int
     source: builtins.int
     bytes: builtins.int
     """payload of messages large enough to time, without what comes with their header"""
     busy_s: builtins.float
     """from each one's header to its last byte"""
+    decode_s: builtins.float
+    waited_s: builtins.float
+    """the stage had nothing else to do"""
     def __init__(
         self,
         *,
         source: builtins.int = ...,
         bytes: builtins.int = ...,
         busy_s: builtins.float = ...,
+        decode_s: builtins.float = ...,
+        waited_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "decode_s", b"decode_s", "source", b"source", "waited_s", b"waited_s"]) -> None: ...
 
 Global___LinkReceived: typing_extensions.TypeAlias = LinkReceived
 

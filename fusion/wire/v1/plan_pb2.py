@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from fusion.wire.v1 import tensor_pb2 as fusion_dot_wire_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66usion/wire/v1/plan.proto\x12\x0e\x66usion.wire.v1\x1a\x1b\x66usion/wire/v1/tensor.proto\"\x9a\x01\n\x04Plan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12%\n\x06stages\x18\x02 \x03(\x0b\x32\x15.fusion.wire.v1.Stage\x12#\n\x05links\x18\x03 \x03(\x0b\x32\x14.fusion.wire.v1.Link\x12\x10\n\x08schedule\x18\x04 \x01(\t\x12\x15\n\rmicro_batches\x18\x05 \x01(\r\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\"\x96\x02\n\x05Stage\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0e\x66irst_operator\x18\x04 \x01(\r\x12\x14\n\x0c\x65nd_operator\x18\x05 \x01(\r\x12\x12\n\nparameters\x18\x06 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\x12\x11\n\tforward_s\x18\x08 \x01(\x01\x12\x12\n\nbackward_s\x18\t \x01(\x01\x12\x13\n\x0bincarnation\x18\n \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x0b \x01(\x04\x12\x11\n\tin_flight\x18\x0c \x01(\r\x12\x15\n\rreplica_stage\x18\r \x01(\r\"m\n\x04Link\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x16\n\x0e\x62ytes_per_step\x18\x04 \x01(\x04\x12\r\n\x05ratio\x18\x05 \x01(\x01\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\"\x9d\x01\n\nAssignment\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\ncluster_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x10\n\x08job_spec\x18\x04 \x01(\x0c\x12\"\n\x04plan\x18\x05 \x01(\x0b\x32\x14.fusion.wire.v1.Plan\x12&\n\x06resume\x18\x06 \x01(\x0b\x32\x16.fusion.wire.v1.Resume\"?\n\x06Resume\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\'\n\x06states\x18\x02 \x03(\x0b\x32\x17.fusion.wire.v1.BlobRefb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x66usion/wire/v1/plan.proto\x12\x0e\x66usion.wire.v1\x1a\x1b\x66usion/wire/v1/tensor.proto\"\xce\x01\n\x04Plan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12%\n\x06stages\x18\x02 \x03(\x0b\x32\x15.fusion.wire.v1.Stage\x12#\n\x05links\x18\x03 \x03(\x0b\x32\x14.fusion.wire.v1.Link\x12\x10\n\x08schedule\x18\x04 \x01(\t\x12\x15\n\rmicro_batches\x18\x05 \x01(\r\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x32\n\rcodec_changes\x18\x07 \x03(\x0b\x32\x1b.fusion.wire.v1.CodecChange\"\x96\x02\n\x05Stage\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0e\x66irst_operator\x18\x04 \x01(\r\x12\x14\n\x0c\x65nd_operator\x18\x05 \x01(\r\x12\x12\n\nparameters\x18\x06 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\x12\x11\n\tforward_s\x18\x08 \x01(\x01\x12\x12\n\nbackward_s\x18\t \x01(\x01\x12\x13\n\x0bincarnation\x18\n \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x0b \x01(\x04\x12\x11\n\tin_flight\x18\x0c \x01(\r\x12\x15\n\rreplica_stage\x18\r \x01(\r\"m\n\x04Link\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x16\n\x0e\x62ytes_per_step\x18\x04 \x01(\x04\x12\r\n\x05ratio\x18\x05 \x01(\x01\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\"J\n\x0b\x43odecChange\x12\x11\n\tfrom_step\x18\x01 \x01(\x04\x12(\n\x05links\x18\x02 \x03(\x0b\x32\x19.fusion.wire.v1.LinkCodec\":\n\tLinkCodec\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\x12\r\n\x05\x63odec\x18\x03 \x01(\t\"\x9d\x01\n\nAssignment\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\ncluster_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x10\n\x08job_spec\x18\x04 \x01(\x0c\x12\"\n\x04plan\x18\x05 \x01(\x0b\x32\x14.fusion.wire.v1.Plan\x12&\n\x06resume\x18\x06 \x01(\x0b\x32\x16.fusion.wire.v1.Resume\"?\n\x06Resume\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\'\n\x06states\x18\x02 \x03(\x0b\x32\x17.fusion.wire.v1.BlobRefb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fusion.wire.v1.plan_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PLAN']._serialized_start=75
-  _globals['_PLAN']._serialized_end=229
-  _globals['_STAGE']._serialized_start=232
-  _globals['_STAGE']._serialized_end=510
-  _globals['_LINK']._serialized_start=512
-  _globals['_LINK']._serialized_end=621
-  _globals['_ASSIGNMENT']._serialized_start=624
-  _globals['_ASSIGNMENT']._serialized_end=781
-  _globals['_RESUME']._serialized_start=783
-  _globals['_RESUME']._serialized_end=846
+  _globals['_PLAN']._serialized_end=281
+  _globals['_STAGE']._serialized_start=284
+  _globals['_STAGE']._serialized_end=562
+  _globals['_LINK']._serialized_start=564
+  _globals['_LINK']._serialized_end=673
+  _globals['_CODECCHANGE']._serialized_start=675
+  _globals['_CODECCHANGE']._serialized_end=749
+  _globals['_LINKCODEC']._serialized_start=751
+  _globals['_LINKCODEC']._serialized_end=809
+  _globals['_ASSIGNMENT']._serialized_start=812
+  _globals['_ASSIGNMENT']._serialized_end=969
+  _globals['_RESUME']._serialized_start=971
+  _globals['_RESUME']._serialized_end=1034
 # @@protoc_insertion_point(module_scope)

@@ -31,6 +31,7 @@ class Plan(google.protobuf.message.Message):
     SCHEDULE_FIELD_NUMBER: builtins.int
     MICRO_BATCHES_FIELD_NUMBER: builtins.int
     STEP_S_FIELD_NUMBER: builtins.int
+    CODEC_CHANGES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     schedule: builtins.str
     """"1f1b" or "gpipe" """
@@ -41,6 +42,10 @@ class Plan(google.protobuf.message.Message):
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Stage]: ...
     @property
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Link]: ...
+    @property
+    def codec_changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CodecChange]:
+        """by ascending step; `links` say what is before the first"""
+
     def __init__(
         self,
         *,
@@ -50,8 +55,9 @@ class Plan(google.protobuf.message.Message):
         schedule: builtins.str = ...,
         micro_batches: builtins.int = ...,
         step_s: builtins.float = ...,
+        codec_changes: collections.abc.Iterable[Global___CodecChange] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "links", b"links", "micro_batches", b"micro_batches", "schedule", b"schedule", "stages", b"stages", "step_s", b"step_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["codec_changes", b"codec_changes", "epoch", b"epoch", "links", b"links", "micro_batches", b"micro_batches", "schedule", b"schedule", "stages", b"stages", "step_s", b"step_s"]) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
 
@@ -149,6 +155,50 @@ class Link(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bytes_per_step", b"bytes_per_step", "codec", b"codec", "ratio", b"ratio", "seconds", b"seconds", "source", b"source", "target", b"target"]) -> None: ...
 
 Global___Link: typing_extensions.TypeAlias = Link
+
+@typing.final
+class CodecChange(google.protobuf.message.Message):
+    """From the beginning of a step on, these links use these codecs; the others keep theirs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FROM_STEP_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
+    from_step: builtins.int
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LinkCodec]: ...
+    def __init__(
+        self,
+        *,
+        from_step: builtins.int = ...,
+        links: collections.abc.Iterable[Global___LinkCodec] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_step", b"from_step", "links", b"links"]) -> None: ...
+
+Global___CodecChange: typing_extensions.TypeAlias = CodecChange
+
+@typing.final
+class LinkCodec(google.protobuf.message.Message):
+    """How tensors travel from one stage to another."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    CODEC_FIELD_NUMBER: builtins.int
+    source: builtins.int
+    target: builtins.int
+    codec: builtins.str
+    def __init__(
+        self,
+        *,
+        source: builtins.int = ...,
+        target: builtins.int = ...,
+        codec: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["codec", b"codec", "source", b"source", "target", b"target"]) -> None: ...
+
+Global___LinkCodec: typing_extensions.TypeAlias = LinkCodec
 
 @typing.final
 class Assignment(google.protobuf.message.Message):
