@@ -57,6 +57,10 @@ def _table(message: coordinator_pb2.ClusterResponse, default: Link | None) -> Li
 def _node_from_proto(node: coordinator_pb2.ClusterNode) -> ClusterNode:
     if not (math.isfinite(node.flops) and node.flops > 0 and node.memory_bytes > 0):
         raise WireError(f"cluster: node {node.name[:63]} has {node.flops:g} FLOPS and {node.memory_bytes} bytes")
+    if not (math.isfinite(node.bytes_per_s) and node.bytes_per_s >= 0):
+        raise WireError(f"cluster: node {node.name[:63]} moves {node.bytes_per_s:g} bytes/s")
+    if not all(math.isfinite(share) and share > 0 for share in node.efficiency.values()):
+        raise WireError(f"cluster: node {node.name[:63]} has an efficiency that is not above 0")
     return ClusterNode(
         NodeId(node.node_id),
         node.name,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -204,11 +206,33 @@ def test_a_node_outlives_one_lease_less_than_it_fences_itself():
 
 
 @pytest.mark.parametrize(
-    "hardware", [{"memory_bytes": 0}, {"flops": float("inf")}, {"flops": -1.0}, {"threads": 5000}, {"device": "a\nb"}]
+    "hardware",
+    [
+        {"memory_bytes": 0},
+        {"flops": float("inf")},
+        {"flops": -1.0},
+        {"threads": 5000},
+        {"device": "a\nb"},
+        {"bytes_per_s": float("nan")},
+        {"bytes_per_s": -1.0},
+        {"efficiency": {"conv": 0.0}},
+        {"efficiency": {"conv": float("nan")}},
+        {"efficiency": {"a b": 0.5}},
+        {"efficiency": {f"kind{number}": 0.5 for number in range(65)}},
+    ],
 )
 def test_b29_impossible_machines_are_refused(hardware):
     with pytest.raises(ConfigError, match=next(iter(hardware))):
         nodes.register(State(), None, asked(**hardware), 0.0, 0.0, SETTINGS)
+
+
+def test_a_registration_from_before_nodes_were_calibrated_is_read_and_a_newer_one_is_kept():
+    new_node = replace(BASE.nodes[A], hardware=replace(HARDWARE, bytes_per_s=5e9, efficiency={"conv": 0.4}))
+    old = json.loads(msgspec.json.encode(new_node))
+    del old["hardware"]["bytes_per_s"], old["hardware"]["efficiency"]
+    read = msgspec.json.decode(json.dumps(old), type=type(new_node))
+    assert (read.hardware.bytes_per_s, read.hardware.efficiency) == (0.0, {})
+    assert msgspec.json.decode(msgspec.json.encode(new_node), type=type(new_node)) == new_node
 
 
 def test_only_the_present_incarnation_counts():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace as struct_replace
 
 from fusion.base.errors import ConfigError, WireError
 from fusion.base.ids import Epoch, Incarnation, NodeId, StageIndex
@@ -141,6 +142,12 @@ def test_planners_get_sites_by_name_one_way_delays_and_absent_links():
     assert scheduling.cluster_of([NODES[A]]).links == LinkTable()
 
 
+def test_planners_get_what_a_node_was_calibrated_to():
+    hardware = struct_replace(NODES[A].hardware, bytes_per_s=5e9, efficiency={"norm": 0.5, "conv": 0.25})
+    (node,) = scheduling.cluster_of([struct_replace(NODES[A], hardware=hardware)]).nodes
+    assert (node.bytes_per_s, node.efficiency) == (5e9, (("conv", 0.25), ("norm", 0.5)))
+
+
 # ---- to the owner ----
 
 CLUSTER = Cluster(
@@ -158,12 +165,21 @@ def test_a_cluster_comes_back_the_same_and_its_idle_nodes_alone():
     assert [node.name for node in cluster_from_proto(message, idle_only=True).nodes] == ["b"]
 
 
-@pytest.mark.parametrize("broken", [{"flops": 0.0}, {"flops": float("nan")}, {"memory_bytes": 0}])
+@pytest.mark.parametrize(
+    "broken", [{"flops": 0.0}, {"flops": float("nan")}, {"memory_bytes": 0}, {"bytes_per_s": -1.0}]
+)
 def test_a_cluster_with_absurd_nodes_is_refused(broken: dict[str, float]):
     message = cluster_to_proto(CLUSTER)
     for name, value in broken.items():
         setattr(message.nodes[0], name, value)
-    with pytest.raises(WireError, match="node a has"):
+    with pytest.raises(WireError, match=r"node a (has|moves)"):
+        cluster_from_proto(message)
+
+
+def test_a_cluster_whose_node_never_ends_an_operator_is_refused():
+    message = cluster_to_proto(CLUSTER)
+    message.nodes[0].efficiency["linear"] = 0.0
+    with pytest.raises(WireError, match="node a has an efficiency that is not above 0"):
         cluster_from_proto(message)
 
 

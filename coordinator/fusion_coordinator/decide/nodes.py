@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -20,6 +21,9 @@ from fusion_coordinator.state.records import HardwareRecord, JobRecord, JobState
 PROTOCOL = 1
 MAX_MEMORY_BYTES = 2**50
 MAX_FLOPS = 1e20
+MAX_BYTES_PER_S = 1e18
+MAX_KINDS, MAX_KIND = 64, 40  #: of operators; characters
+LEAST_SHARE, MOST_SHARE = 1e-6, 1e3
 MAX_TEXT = 200
 
 
@@ -45,12 +49,25 @@ def check_registration(asked: Registration) -> None:
         raise ConfigError(f"hardware.memory_bytes must be 1..{MAX_MEMORY_BYTES}, got {hardware.memory_bytes}")
     if not (math.isfinite(hardware.flops) and 0 < hardware.flops <= MAX_FLOPS):
         raise ConfigError(f"hardware.flops must be above 0 and at most {MAX_FLOPS:g}, got {hardware.flops:g}")
+    if not 0 <= hardware.bytes_per_s <= MAX_BYTES_PER_S:
+        raise ConfigError(f"hardware.bytes_per_s must be 0..{MAX_BYTES_PER_S:g}, got {hardware.bytes_per_s:g}")
+    _check_efficiency(hardware.efficiency)
     if not 0 < hardware.threads <= 4096:
         raise ConfigError(f"hardware.threads must be 1..4096, got {hardware.threads}")
     for field in ("device", "device_name", "platform", "python_version", "torch_version", "package_version"):
         text = getattr(hardware, field)
         if len(text) > MAX_TEXT or not text.isprintable():
             raise ConfigError(f"hardware.{field} must be at most {MAX_TEXT} printable characters, got {text[:40]!r}")
+
+
+def _check_efficiency(shares: Mapping[str, float]) -> None:
+    if len(shares) > MAX_KINDS:
+        raise ConfigError(f"hardware.efficiency has {len(shares)} kinds of operator, at most {MAX_KINDS} are allowed")
+    for kind, share in shares.items():
+        if not (len(kind) <= MAX_KIND and kind.isidentifier() and kind.isascii()):
+            raise ConfigError(f"hardware.efficiency: {kind[:40]!r} is no kind of operator, such as conv")
+        if not LEAST_SHARE <= share <= MOST_SHARE:
+            raise ConfigError(f"hardware.efficiency: {kind} must be {LEAST_SHARE:g}..{MOST_SHARE:g}, got {share:g}")
 
 
 def register(

@@ -97,6 +97,8 @@ def cluster_of(nodes: list[NodeRecord], links: LinkView | None = None) -> Cluste
             node.hardware.memory_bytes,
             node.hardware.flops,
             site=label.get(links.site.get(node.node, ""), ""),
+            bytes_per_s=node.hardware.bytes_per_s,
+            efficiency=tuple(sorted(node.hardware.efficiency.items())),
         )
         for node in nodes
     )

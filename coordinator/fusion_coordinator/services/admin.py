@@ -101,6 +101,8 @@ class AdminService(coordinator_pb2_grpc.AdminServicer):
                 python_version=hardware.python_version,
                 torch_version=hardware.torch_version,
                 package_version=hardware.package_version,
+                bytes_per_s=hardware.bytes_per_s,
+                efficiency=hardware.efficiency,
             ),
             job_id=job,
             last_heartbeat_wall_s=presence.heard_wall_s if presence is not None else node.since_wall_s,

@@ -199,4 +199,6 @@ def _hardware(message: node_pb2.Hardware) -> HardwareRecord:
         message.python_version,
         message.torch_version,
         message.package_version,
+        message.bytes_per_s,
+        dict(message.efficiency),
     )

@@ -101,6 +101,8 @@ class HardwareRecord(Record, frozen=True):
     python_version: str
     torch_version: str
     package_version: str
+    bytes_per_s: float = 0.0  #: 0: not measured
+    efficiency: dict[str, float] = {}  #: by kind of operator
 
 
 class NodeRecord(Record, frozen=True):

@@ -58,6 +58,22 @@ Global___StageState: typing_extensions.TypeAlias = StageState
 class Hardware(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class EfficiencyEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     DEVICE_FIELD_NUMBER: builtins.int
     DEVICE_NAME_FIELD_NUMBER: builtins.int
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
@@ -67,6 +83,8 @@ class Hardware(google.protobuf.message.Message):
     PYTHON_VERSION_FIELD_NUMBER: builtins.int
     TORCH_VERSION_FIELD_NUMBER: builtins.int
     PACKAGE_VERSION_FIELD_NUMBER: builtins.int
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
+    EFFICIENCY_FIELD_NUMBER: builtins.int
     device: builtins.str
     """"cpu", "cuda:0", "mps" """
     device_name: builtins.str
@@ -79,6 +97,12 @@ class Hardware(google.protobuf.message.Message):
     python_version: builtins.str
     torch_version: builtins.str
     package_version: builtins.str
+    bytes_per_s: builtins.float
+    """measured memory traffic of operators that only move bytes; 0: not measured"""
+    @property
+    def efficiency(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """by kind of operator: share of flops, or of bytes_per_s, that it reaches"""
+
     def __init__(
         self,
         *,
@@ -91,8 +115,10 @@ class Hardware(google.protobuf.message.Message):
         python_version: builtins.str = ...,
         torch_version: builtins.str = ...,
         package_version: builtins.str = ...,
+        bytes_per_s: builtins.float = ...,
+        efficiency: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "device_name", b"device_name", "flops", b"flops", "memory_bytes", b"memory_bytes", "package_version", b"package_version", "platform", b"platform", "python_version", b"python_version", "threads", b"threads", "torch_version", b"torch_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "device", b"device", "device_name", b"device_name", "efficiency", b"efficiency", "flops", b"flops", "memory_bytes", b"memory_bytes", "package_version", b"package_version", "platform", b"platform", "python_version", b"python_version", "threads", b"threads", "torch_version", b"torch_version"]) -> None: ...
 
 Global___Hardware: typing_extensions.TypeAlias = Hardware
 
