@@ -299,6 +299,39 @@ class JobEvent(google.protobuf.message.Message):
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
 @typing.final
+class TimelineRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+
+Global___TimelineRequest: typing_extensions.TypeAlias = TimelineRequest
+
+@typing.final
+class TimelineResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGES_FIELD_NUMBER: builtins.int
+    @property
+    def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fusion.wire.v1.node_pb2.StageSpans]:
+        """of the last few steps"""
+
+    def __init__(
+        self,
+        *,
+        stages: collections.abc.Iterable[fusion.wire.v1.node_pb2.StageSpans] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stages", b"stages"]) -> None: ...
+
+Global___TimelineResponse: typing_extensions.TypeAlias = TimelineResponse
+
+@typing.final
 class CancelRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -827,6 +827,7 @@ class MetricsReport(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     LOGS_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     epoch: builtins.int
     incarnation: builtins.int
@@ -834,6 +835,10 @@ class MetricsReport(google.protobuf.message.Message):
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageStep]: ...
     @property
     def logs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LogLine]: ...
+    @property
+    def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageSpans]:
+        """kept for the last few steps only"""
+
     def __init__(
         self,
         *,
@@ -842,10 +847,94 @@ class MetricsReport(google.protobuf.message.Message):
         incarnation: builtins.int = ...,
         steps: collections.abc.Iterable[Global___StageStep] | None = ...,
         logs: collections.abc.Iterable[Global___LogLine] | None = ...,
+        spans: collections.abc.Iterable[Global___StageSpans] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "logs", b"logs", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "logs", b"logs", "spans", b"spans", "steps", b"steps"]) -> None: ...
 
 Global___MetricsReport: typing_extensions.TypeAlias = MetricsReport
+
+@typing.final
+class StageSpans(google.protobuf.message.Message):
+    """What one stage did when, in one step, by its own clock."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
+    CLOCKS_FIELD_NUMBER: builtins.int
+    stage: builtins.int
+    step: builtins.int
+    @property
+    def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TimedSpan]: ...
+    @property
+    def clocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClockOffset]:
+        """of its peers"""
+
+    def __init__(
+        self,
+        *,
+        stage: builtins.int = ...,
+        step: builtins.int = ...,
+        spans: collections.abc.Iterable[Global___TimedSpan] | None = ...,
+        clocks: collections.abc.Iterable[Global___ClockOffset] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "spans", b"spans", "stage", b"stage", "step", b"step"]) -> None: ...
+
+Global___StageSpans: typing_extensions.TypeAlias = StageSpans
+
+@typing.final
+class TimedSpan(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    MICRO_BATCH_FIELD_NUMBER: builtins.int
+    START_S_FIELD_NUMBER: builtins.int
+    END_S_FIELD_NUMBER: builtins.int
+    target: builtins.int
+    """stage at the far end of a link; -1: the stage's own work"""
+    kind: builtins.str
+    """"forward", "encode", "activation" and so on"""
+    micro_batch: builtins.int
+    """-1: none"""
+    start_s: builtins.float
+    end_s: builtins.float
+    def __init__(
+        self,
+        *,
+        target: builtins.int = ...,
+        kind: builtins.str = ...,
+        micro_batch: builtins.int = ...,
+        start_s: builtins.float = ...,
+        end_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_s", b"end_s", "kind", b"kind", "micro_batch", b"micro_batch", "start_s", b"start_s", "target", b"target"]) -> None: ...
+
+Global___TimedSpan: typing_extensions.TypeAlias = TimedSpan
+
+@typing.final
+class ClockOffset(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: builtins.int
+    OFFSET_S_FIELD_NUMBER: builtins.int
+    ERROR_S_FIELD_NUMBER: builtins.int
+    peer: builtins.int
+    offset_s: builtins.float
+    """the peer's clock minus this stage's"""
+    error_s: builtins.float
+    """at most: half the round trip of the pair of messages"""
+    def __init__(
+        self,
+        *,
+        peer: builtins.int = ...,
+        offset_s: builtins.float = ...,
+        error_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error_s", b"error_s", "offset_s", b"offset_s", "peer", b"peer"]) -> None: ...
+
+Global___ClockOffset: typing_extensions.TypeAlias = ClockOffset
 
 @typing.final
 class MetricsReportResponse(google.protobuf.message.Message):

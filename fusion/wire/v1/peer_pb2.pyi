@@ -65,6 +65,7 @@ class PeerFrame(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     CREDIT_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    ACK_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello:
         """first frame of both sides"""
@@ -85,6 +86,10 @@ class PeerFrame(google.protobuf.message.Message):
     def goodbye(self) -> Global___Goodbye:
         """an orderly end: nothing more will come"""
 
+    @property
+    def ack(self) -> Global___Ack:
+        """of the answering side: how much has arrived"""
+
     def __init__(
         self,
         *,
@@ -93,10 +98,11 @@ class PeerFrame(google.protobuf.message.Message):
         chunk: Global___Chunk | None = ...,
         credit: Global___Credit | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        ack: Global___Ack | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "chunk", b"chunk", "credit", b"credit", "goodbye", b"goodbye", "header", b"header", "hello", b"hello"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "chunk", b"chunk", "credit", b"credit", "goodbye", b"goodbye", "header", b"header", "hello", b"hello"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "header", "chunk", "credit", "goodbye"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "body", b"body", "chunk", b"chunk", "credit", b"credit", "goodbye", b"goodbye", "header", b"header", "hello", b"hello"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "body", b"body", "chunk", b"chunk", "credit", b"credit", "goodbye", b"goodbye", "header", b"header", "hello", b"hello"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "header", "chunk", "credit", "goodbye", "ack"] | None: ...
 
 Global___PeerFrame: typing_extensions.TypeAlias = PeerFrame
 
@@ -110,6 +116,10 @@ class Hello(google.protobuf.message.Message):
     TARGET_STAGE_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     WINDOW_BYTES_FIELD_NUMBER: builtins.int
+    STRIPE_FIELD_NUMBER: builtins.int
+    NEXT_MESSAGE_FIELD_NUMBER: builtins.int
+    PARTIAL_FIELD_NUMBER: builtins.int
+    CREDITED_BYTES_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     epoch: builtins.int
     source_stage: builtins.int
@@ -118,6 +128,16 @@ class Hello(google.protobuf.message.Message):
     """of the sender of this frame"""
     window_bytes: builtins.int
     """of the answering side: payload bytes that may be under way without having been credited back"""
+    stripe: builtins.int
+    """of the streams of one directed pair; 0 carries the headers, the others chunks only"""
+    next_message: builtins.int
+    """of the answering side: the first message that it has heard nothing of; 0: of none"""
+    credited_bytes: builtins.int
+    """of the answering side: all credit that it has returned so far"""
+    @property
+    def partial(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Partial]:
+        """of the answering side: earlier messages that are not whole"""
+
     def __init__(
         self,
         *,
@@ -127,8 +147,12 @@ class Hello(google.protobuf.message.Message):
         target_stage: builtins.int = ...,
         incarnation: builtins.int = ...,
         window_bytes: builtins.int = ...,
+        stripe: builtins.int = ...,
+        next_message: builtins.int = ...,
+        partial: collections.abc.Iterable[Global___Partial] | None = ...,
+        credited_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "source_stage", b"source_stage", "target_stage", b"target_stage", "window_bytes", b"window_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["credited_bytes", b"credited_bytes", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "next_message", b"next_message", "partial", b"partial", "source_stage", b"source_stage", "stripe", b"stripe", "target_stage", b"target_stage", "window_bytes", b"window_bytes"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -264,6 +288,50 @@ class Credit(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bytes", b"bytes"]) -> None: ...
 
 Global___Credit: typing_extensions.TypeAlias = Credit
+
+@typing.final
+class Partial(google.protobuf.message.Message):
+    """A message of which a part is here: it goes on behind that part on a stream that replaces one which broke."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    message: builtins.int
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        message: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "message", b"message"]) -> None: ...
+
+Global___Partial: typing_extensions.TypeAlias = Partial
+
+@typing.final
+class Ack(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
+    CLOCK_S_FIELD_NUMBER: builtins.int
+    bytes: builtins.int
+    """of all payload on this directed pair"""
+    whole: builtins.int
+    """a message that has arrived whole; 0: none"""
+    clock_s: builtins.float
+    """of the answering side, to align measured times; any origin"""
+    def __init__(
+        self,
+        *,
+        bytes: builtins.int = ...,
+        whole: builtins.int = ...,
+        clock_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "clock_s", b"clock_s", "whole", b"whole"]) -> None: ...
+
+Global___Ack: typing_extensions.TypeAlias = Ack
 
 @typing.final
 class Goodbye(google.protobuf.message.Message):
