@@ -12,11 +12,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
 from google.protobuf.message import Message
 
 from fusion.base.clock import Clock
 from fusion.base.errors import ConfigError, FusionError, PlanError, StateError, UnreachableError
 from fusion.base.ids import ClusterId, JobId, NodeId
+from fusion.observe import failpoints, history
 from fusion.observe.logs import fields
 from fusion.plan.types import Plan
 from fusion.protocol.job import JobSpec, job_from_proto
@@ -169,7 +171,11 @@ class Controller:
     async def _commit(self, events: Sequence[AnyEvent], answer: Answer | None) -> None:
         state = apply_all(events, self.state)  # an impossible event is found before it is written
         if events or answer is not None:
+            names = [type(event).__name__ for event in events] or [answer.request.method if answer is not None else ""]
+            _fail_at("store.before_commit", names)
             await self.store.run(self.store.store.commit, events, answer)
+            _fail_at("store.after_commit", names)
+            _note_events(events)
         before, self.state = self.state, state
         for event in events:
             await self._act(event, before)
@@ -530,6 +536,21 @@ class Controller:
         body = plan_to_proto(plan).SerializeToString(deterministic=True)
         event = JobPlanned(self.clock.wall_s(), job.job, plan.epoch, body, stages)
         return _if_queued(state, job, event)
+
+
+def _fail_at(name: str, events: Sequence[str]) -> None:
+    """For tests: places around the commit of each kind of event."""
+    for event in events:
+        failpoints.reach(name, event=event)
+
+
+def _note_events(events: Sequence[AnyEvent]) -> None:
+    """Note what was committed, without the long fields (plans, specifications)."""
+    if history.active():
+        for event in events:
+            values = msgspec.to_builtins(event)
+            short = {key: value for key, value in values.items() if not isinstance(value, str) or len(value) < 300}
+            history.note("committed", **(short | {"kind": type(event).__name__}))
 
 
 def _hold(job: JobRecord) -> node_pb2.Command:

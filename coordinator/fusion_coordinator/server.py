@@ -16,6 +16,7 @@ import grpc.aio
 from fusion.base.address import join_address, split_address
 from fusion.base.clock import Clock, SystemClock
 from fusion.base.errors import ConfigError
+from fusion.observe import history
 from fusion.observe.logs import fields
 from fusion.security.roles import Access, AioAuthorizer
 from fusion.security.tls import server_credentials
@@ -73,6 +74,7 @@ async def serve(
     """Run until `stop` is set; `started` is called once it listens. Our errors say what is wrong at the start."""
     state = StateDir(directory)
     config = state.config()
+    history.begin("coordinator")
     address, enrol_address = listen.resolved()
     lock = StateLock(directory, lock_wait_s)
     try:

@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from fusion.base.errors import StoppedError
 from fusion.base.ids import EdgeId, StageIndex
 from fusion.graph.partition import Edge, Partition
+from fusion.observe import failpoints
 from fusion.plan.schedule import StageSchedule
 from fusion.protocol.job import JobSpec
 from fusion.protocol.messages import MessageKind
@@ -71,6 +72,7 @@ class StageRecord:
     loss: float | None = None  #: from the loss stage
     eval_loss: float | None = None
     grad_norm: float | None = None  #: from stage 0
+    micro_batches: tuple[int, ...] = ()  #: whose gradients were added up, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class _StepState:
     losses: list[torch.Tensor]
     eval_losses: list[torch.Tensor]
     tied: dict[int, torch.Tensor | None]
+    backwards: list[int] = field(default_factory=list)  #: micro-batches whose gradients are in
     verdict: StepVerdict | None = None
     compute_s: float = 0.0
     wait_s: float = 0.0
@@ -235,15 +238,18 @@ class StageRunner:
                 self._pass_verdict(step, state)
             case machine.Update(step):
                 assert state.verdict is not None
+                failpoints.reach("stage.before_update", stage=self.stage, step=step)
                 if state.verdict.apply:
                     self._optimizer.apply(step, state.verdict.factor)
                 self.executor.clear_gradients()
+                failpoints.reach("stage.after_update", stage=self.stage, step=step)
             case machine.Evaluate(step, micro_batch):
                 self._evaluate(step, micro_batch, state)
             case machine.EndStep():
                 pass
 
     def _forward(self, step: int, micro_batch: int, state: _StepState) -> None:
+        failpoints.reach("stage.forward", stage=self.stage, step=step, micro_batch=micro_batch)
         received = {}
         for edge in self._role.incoming:
             content = self._take(Key(MessageKind.ACTIVATION, step, micro_batch, edge))
@@ -271,6 +277,9 @@ class StageRunner:
         begin_s = time.perf_counter()
         weight = state.weights[micro_batch] if state.weights else 0.0
         found = self.executor.backward(micro_batch, weight, gradients)
+        state.backwards.append(micro_batch)
+        if failpoints.reach("stage.backward", stage=self.stage, step=step, micro_batch=micro_batch) == "nan":
+            self._spoil_gradient()
         self._stretch(begin_s, micro_batch, "backward_s")
         for edge, gradient in found.items():
             key = Key(MessageKind.GRADIENT, step, micro_batch, edge)
@@ -283,6 +292,11 @@ class StageRunner:
             left_s = begin_s + getattr(self._pace, which) * sizes[micro_batch] / sizes[0] - time.perf_counter()
             if left_s > 0:
                 time.sleep(left_s)
+
+    def _spoil_gradient(self) -> None:
+        """For tests: let one element of one gradient be no number."""
+        gradient = next(tensor.grad for tensor in self.executor.parameters.values() if tensor.grad is not None)
+        gradient.view(-1)[0] = math.nan
 
     def _send_tied(self, step: int) -> None:
         gradients = self.executor.use_gradients()
@@ -376,6 +390,7 @@ class StageRunner:
                 loss=loss,
                 eval_loss=eval_loss,
                 grad_norm=None if self.stage else state.verdict.norm,
+                micro_batches=tuple(state.backwards),
             )
         )
 

@@ -12,6 +12,7 @@ from fusion.base.errors import WireError
 from fusion.base.ids import StageIndex
 from fusion.base.units import KIB, MIB
 from fusion.graph.dag import DTYPE_BYTES
+from fusion.observe import history
 from fusion.protocol.header import describe, elements, header_from_proto, span_bytes
 from fusion.protocol.messages import MessageHeader, Session
 from fusion.transport.base import Incoming
@@ -192,6 +193,12 @@ class Assembler:
                 del self._seen[step]
 
     def _arrived(self, opened: _Open) -> Incoming:
+        if history.active():
+            header = opened.header
+            history.note(
+                "message", kind=header.kind.name, step=header.step, micro_batch=header.micro_batch, edge=header.edge,
+                source=self._session.source, message_epoch=self._session.epoch, message_job=self._session.job,
+            )  # fmt: skip
         self.counters.messages += 1
         self.counters.payload_bytes += len(opened.payload)
         if not opened.urgent and len(opened.payload) >= _TIMED_BYTES:

@@ -20,6 +20,7 @@ from fusion.base.clock import Clock, SystemClock
 from fusion.base.errors import AuthError, ConfigError, FusionError, NotFoundError, StateError, UnreachableError
 from fusion.base.ids import is_id
 from fusion.base.units import format_bytes
+from fusion.observe import history
 from fusion.observe.doctor import CLOCK_WARN_S, diagnose_server
 from fusion.observe.logs import fields
 from fusion.security.credentials import Credentials
@@ -100,6 +101,7 @@ async def run(
     credentials.check(clock.wall_s())
     settings.limits.check()
     with only_daemon(settings.home):
+        history.begin("daemon", node=credentials.identity, name=settings.name or credentials.name)
         daemon = Daemon(settings, credentials, worker_command, clock)
         return await daemon.run()
 
@@ -151,6 +153,8 @@ class Daemon:
             event = await self._events.get()
             if isinstance(event, BaseException):
                 raise event
+            if isinstance(event, events.WorkerExited):
+                history.note("worker_exited", cause=event.cause, detail=event.detail)
             self._do(self._agent.handle(event, self._clock.monotonic_s()))
             self._mind_port()
         level = logging.ERROR if self._exit.code else logging.INFO
@@ -225,6 +229,7 @@ class Daemon:
             case events.Exit():
                 self._exit = self._exit or action
             case events.Note():
+                history.note("said", level=action.level, text=action.text)
                 log.log(logging.getLevelName(action.level.upper()), action.text)
             case _:
                 assert_never(action)
@@ -248,6 +253,9 @@ class Daemon:
             routes=settings.routes,
         )
         name = f"worker-{ref.job}-e{ref.epoch}-s{ref.stage}"
+        history.note(
+            "worker_started", job=ref.job, epoch=ref.epoch, stage=ref.stage, incarnation=assignment.incarnation
+        )
         log.info(f"starting a worker for {ref}", extra=fields(log=settings.home / "logs" / f"{name}.log"))
         self._probes.want("")
         self._supervisor.start(config, name, self._probes.release)
@@ -278,6 +286,7 @@ class Daemon:
             self._events.put_nowait(await self._register_failure(error))
             return
         self._refused_since_s = None
+        history.note("registered", incarnation=answer.incarnation, self_fence_s=answer.self_fence_s)
         registered = events.Registered(answer.incarnation, sent_s, answer.heartbeat_s, answer.self_fence_s)
         self._events.put_nowait(registered)
 
@@ -341,6 +350,7 @@ class Daemon:
         except FusionError as error:
             self._refused(action.incarnation, error)
             return
+        history.note("answered", incarnation=action.incarnation, sent_ago_s=self._clock.monotonic_s() - sent_s)
         self._compare_clocks((sent_wall_s + self._clock.wall_s()) / 2 - answer.wall_clock_s)
         self._events.put_nowait(events.HeartbeatAnswered(action.incarnation, sent_s, frozenset(answer.revoked)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,14 @@ def state_to_hand_on(runner: StageRunner, parts: Partition, mark: str, step: int
     frozen = {name for name, tensor in runner.executor.parameters.items() if not tensor.requires_grad}
     state = {name: tensor for name, tensor in runner.state().items() if _parameter(name) not in foreign | frozen}
     return {HELD_PREFIX + mark: torch.tensor(step)} | state
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return a digest of a tensor's type, shape and bits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    hasher = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+    hasher.update(memoryview(flat.numpy()))
+    return hasher.hexdigest()
 
 
 def _parameter(name: str) -> str:

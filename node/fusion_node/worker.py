@@ -23,6 +23,7 @@ from fusion.base.errors import ConfigError, DataError, FusionError, StoppedError
 from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
 from fusion.graph.partition import Partition, partition, stage_cost
+from fusion.observe import history
 from fusion.plan.plan_simulation import schedules_of
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
@@ -45,7 +46,7 @@ from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
 from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
 from fusion_node.ipc import StateName, StepReport, WorkerChannel, WorkerConfig
 from fusion_node.linkmeter import LinkMeter
-from fusion_node.stagestate import foreign_parameters, load_stage, state_to_hand_on
+from fusion_node.stagestate import foreign_parameters, load_stage, state_to_hand_on, tensor_digest
 from fusion_node.statefiles import FileSource, StateFiles
 from fusion_node.usage import peak_memory_bytes
 
@@ -92,6 +93,7 @@ class Worker:
         self._config = config
         self._channel = channel
         self._task = Task.read(config.assignment)
+        self._begin_history()
         self._credentials = Credentials.load(Path(config.credentials_dir))
         self._stop_reason: str | None = None
         self._lost: PeerLostError | None = None
@@ -104,6 +106,15 @@ class Worker:
         self._meter: LinkMeter | None = None
         self._passes = 0
         self._step = 0
+
+    def _begin_history(self) -> None:
+        plan, stage, resume = self._task.plan, self._task.stage, self._task.resume
+        mine = plan.stages[stage]
+        history.begin(
+            "worker", node=mine.node, name=mine.node_name, incarnation=mine.incarnation,
+            job=self._task.job_id, epoch=plan.epoch, stage=stage,
+        )  # fmt: skip
+        history.note("started", stages=len(plan.stages), resume_step=0 if resume is None else resume.step)
 
     def stop(self, reason: str) -> None:
         """Ask the worker to end in order; may be called from any thread."""
@@ -331,6 +342,8 @@ class Worker:
     def _on_step(self, record: StageRecord) -> None:
         assert self._meter is not None  # made with the transport
         self._step = record.step
+        if history.active():
+            self._note_step(record)
         sending, received = self._meter.step()
         self._channel.report(
             StepReport(
@@ -351,6 +364,14 @@ class Worker:
                 received=received,
             )
         )
+
+    def _note_step(self, record: StageRecord) -> None:
+        assert self._runner is not None
+        digests = {name: tensor_digest(tensor) for name, tensor in self._runner.state().items()}
+        history.note(
+            "step", step=record.step, applied=not record.skipped, micro_batches=record.micro_batches,
+            loss=record.loss, digests=digests,
+        )  # fmt: skip
 
     def _drain(self, transport: GrpcTransport) -> None:
         """Wait for slow links: what others need to end the step may still be under way."""
