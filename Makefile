@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 PROTO_FILES := $(wildcard protos/fusion/wire/v1/*.proto)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check protos bench clean
+.PHONY: demo test test-faults check protos bench clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,7 +30,11 @@ demo: $(VENV)/.base
 
 # Two at a time, a file's tests together: processes that wait for each other leave the cores idle.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not faults" $(ARGS)
+
+# The fault scenarios that take long: nodes and coordinators that die, hang, and are cut off.
+test-faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -m faults $(ARGS)
 
 check: $(VENV)/.dev $(PROTO_VENV)/.done
 	$(BIN)/ruff format --check .

@@ -26,6 +26,7 @@ from fusion.protocol.plan import plan_to_proto
 from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
 from fusion_coordinator.blobs import BlobFiles
 from fusion_coordinator.decide import failures, moves, nodes, scheduling
+from fusion_coordinator.keptstates import KeptBook, KeptState
 from fusion_coordinator.linkwatch import LinkWatch, in_contact
 from fusion_coordinator.liveness import JobWatch, Presence, forgive, forgive_job, reported
 from fusion_coordinator.planning import Planner
@@ -71,6 +72,7 @@ class Controller:
         self._watches: dict[JobId, JobWatch] = {}
         self._sessions: dict[NodeId, Session] = {}
         self.links = LinkWatch()
+        self.kept = KeptBook()
         self._planner = Planner(files)
         self.replanner = Replanner(self, self._planner)
         self._lock = asyncio.Lock()
@@ -198,6 +200,7 @@ class Controller:
                 log.log(level, f"node {event.state}", extra=fields(node=event.node, reason=event.reason))
                 self._end_session(event.node, StateError(f"the node is {event.state}: {event.reason}; register again"))
                 self.presences.pop(event.node, None)
+                self.kept.gone(event.node)
                 self._schedule_wanted.set()
             case Revoked():
                 self._end_session(NodeId(event.identity), StateError("the node's certificate was revoked"))
@@ -375,6 +378,10 @@ class Controller:
     def _node_is_free(self) -> None:
         self._node_came_s = self.clock.monotonic_s()
         self._schedule_wanted.set()
+
+    def states_reported(self, node: NodeId, incarnation: int, states: Iterable[KeptState]) -> None:
+        """Take which states a node keeps."""
+        self.kept.reported(node, incarnation, states, self.clock.monotonic_s())
 
     def stage_reported(self, job: JobId, stage: int, failed: bool) -> None:
         """Note that a stage gave a sign of life."""

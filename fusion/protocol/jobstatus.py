@@ -14,7 +14,7 @@ from fusion.wire.v1 import coordinator_pb2, node_pb2
 
 
 class JobState(StrEnum):
-    """Where a job is; the last three are for ever."""
+    """Where a job is. One that has failed or was cancelled goes on only if its owner resumes it."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -22,6 +22,8 @@ class JobState(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    RECOVERING = "recovering"  #: something broke: it collects its state, then goes on under a new plan
+    PAUSED = "paused"  #: by its owner, or because no plan is possible with the nodes there are
 
     @property
     def ended(self) -> bool:
@@ -36,6 +38,8 @@ _STATES = {
     coordinator_pb2.JOB_STATE_SUCCEEDED: JobState.SUCCEEDED,
     coordinator_pb2.JOB_STATE_FAILED: JobState.FAILED,
     coordinator_pb2.JOB_STATE_CANCELLED: JobState.CANCELLED,
+    coordinator_pb2.JOB_STATE_RECOVERING: JobState.RECOVERING,
+    coordinator_pb2.JOB_STATE_PAUSED: JobState.PAUSED,
 }
 
 
@@ -57,7 +61,7 @@ class JobStatus:
     job_id: str
     name: str
     state: JobState
-    reason: str  #: why it waits, failed or was cancelled, or where it moves to; one line
+    reason: str  #: why it waits, pauses, recovers, failed or was cancelled, or where it moves to; one line
     step: int  #: last finished
     steps: int
     stages: tuple[StageStatus, ...]  #: empty until there is a plan

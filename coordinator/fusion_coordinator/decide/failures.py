@@ -7,11 +7,20 @@ from fusion_coordinator.liveness import JobWatch, Presence, Presences
 from fusion_coordinator.settings import Settings
 from fusion_coordinator.state.records import JobRecord, JobState, StageRecord, StageState
 
-_RANK = {"out-of-memory": 0, "error": 1, "crash": 2, "lease": 3}  #: whose word counts more, of several
+_RANK = {
+    "out-of-memory": 0,
+    "error": 1,
+    "device": 2,
+    "crash": 3,
+    "stuck": 4,
+    "lease": 5,
+}  #: whose word counts more, of several
 _WORDS = {
     "out-of-memory": "ran out of memory",
     "error": "failed",
+    "device": "lost its device",
     "crash": "crashed",
+    "stuck": "made no progress",
     "lease": "ended its work, because it had no answer from the coordinator",
 }
 

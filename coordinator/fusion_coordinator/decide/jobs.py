@@ -16,7 +16,7 @@ from fusion_coordinator.state import AnyEvent, State
 from fusion_coordinator.state.events import JobEnded, JobSubmitted, StageMoved
 from fusion_coordinator.state.records import JobRecord, JobState, StageState, WeightsRecord
 
-CAUSES = ("error", "peer-lost", "crash", "out-of-memory", "lease")
+CAUSES = ("error", "peer-lost", "crash", "out-of-memory", "lease", "stuck", "device")
 MAX_DETAIL = 1000
 
 

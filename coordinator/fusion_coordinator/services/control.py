@@ -18,6 +18,7 @@ from fusion_coordinator.decide import jobs, nodes
 from fusion_coordinator.decide.enrolment import hash_secret
 from fusion_coordinator.decide.jobs import Report
 from fusion_coordinator.decide.nodes import Registration
+from fusion_coordinator.keptstates import read_states
 from fusion_coordinator.liveness import heard
 from fusion_coordinator.services.enrolment import RateLimit
 from fusion_coordinator.services.guard import host_of, who
@@ -155,6 +156,13 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
         self._controller.links_reported(node, request.links[:MAX_LINKS_PER_REPORT])
         return node_pb2.LinksReportResponse()
 
+    async def ReportStates(self, request: node_pb2.StatesReport, context: Any) -> node_pb2.StatesReportResponse:  # noqa: N802
+        """Take which states the caller keeps; it replaces what it said before."""
+        node = NodeId(who(context).identity)
+        nodes.current(self._controller.state, node, request.incarnation)
+        self._controller.states_reported(node, request.incarnation, read_states(request))
+        return node_pb2.StatesReportResponse()
+
     async def ProbeReachability(self, request: node_pb2.ProbeRequest, context: Any) -> node_pb2.ProbeResponse:  # noqa: N802
         """Say where the call comes from and, if an address is stated, whether the caller is reached there."""
         host = host_of(context)
@@ -186,6 +194,14 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
 
         await self._controller.change(decide)
         return node_pb2.LeaveResponse()
+
+    async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:  # noqa: N802
+        """Say whether the caller may leave now, or what for it has to wait. Asking again changes nothing."""
+        node, controller = NodeId(who(context).identity), self._controller
+        nodes.current(controller.state, node, request.incarnation)
+        found = nodes.stages_on(controller.state, node, request.incarnation)
+        waits_for = ", ".join(f"stage {index} of {job.job}" for job, index, _ in found)
+        return node_pb2.DrainResponse(done=not found, waits_for=waits_for)
 
 
 def _hardware(message: node_pb2.Hardware) -> HardwareRecord:

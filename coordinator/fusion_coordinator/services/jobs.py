@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from fusion.base.errors import ConfigError, UnreachableError
+from fusion.base.errors import ConfigError, StateError, UnreachableError
 from fusion.base.ids import JobId, random_id
 from fusion.protocol.job import JobSpec, job_from_proto
 from fusion.security.tls import Caller
@@ -116,6 +116,21 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
         key = Request(caller.identity, f"{_MOVE}#{job.job}", request.request_id)
         await self._controller.move_once(key, job.job, request.cuts, request.nodes)
         return await self._status(self._visible(request.job_id, caller))
+
+    async def Pause(self, request: coordinator_pb2.PauseRequest, context: Any) -> coordinator_pb2.JobStatus:  # noqa: N802
+        """Let a job stop at a step's end."""
+        raise StateError(f"{self._visible(request.job_id, who(context)).job} cannot be paused by this coordinator")
+
+    async def Resume(self, request: coordinator_pb2.ResumeRequest, context: Any) -> coordinator_pb2.JobStatus:  # noqa: N802
+        """Let a paused job go on."""
+        raise StateError(f"{self._visible(request.job_id, who(context)).job} does not pause")
+
+    async def ListCheckpoints(  # noqa: N802
+        self, request: coordinator_pb2.ListCheckpointsRequest, context: Any
+    ) -> coordinator_pb2.ListCheckpointsResponse:
+        """Return a job's committed checkpoints."""
+        self._visible(request.job_id, who(context))
+        return coordinator_pb2.ListCheckpointsResponse()
 
     async def Follow(  # noqa: N802
         self, request: coordinator_pb2.FollowRequest, context: Any

@@ -27,11 +27,13 @@ class JobState(IntEnum):
     SUCCEEDED = 4
     FAILED = 5
     CANCELLED = 6
+    RECOVERING = 7  #: its workers end and its states are collected
+    PAUSED = 8
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to the job."""
-        return self >= JobState.SUCCEEDED
+        """Whether nothing more will happen to the job by itself."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
     @property
     def active(self) -> bool:

@@ -36,6 +36,10 @@ class _JobStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 4
     JOB_STATE_FAILED: _JobState.ValueType  # 5
     JOB_STATE_CANCELLED: _JobState.ValueType  # 6
+    JOB_STATE_RECOVERING: _JobState.ValueType  # 7
+    """something broke: states are collected, then it goes on under a new plan"""
+    JOB_STATE_PAUSED: _JobState.ValueType  # 8
+    """by its owner, or because no plan is possible with the nodes there are"""
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper): ...
 
@@ -46,6 +50,10 @@ JOB_STATE_RUNNING: JobState.ValueType  # 3
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 4
 JOB_STATE_FAILED: JobState.ValueType  # 5
 JOB_STATE_CANCELLED: JobState.ValueType  # 6
+JOB_STATE_RECOVERING: JobState.ValueType  # 7
+"""something broke: states are collected, then it goes on under a new plan"""
+JOB_STATE_PAUSED: JobState.ValueType  # 8
+"""by its owner, or because no plan is possible with the nodes there are"""
 Global___JobState: typing_extensions.TypeAlias = JobState
 
 @typing.final
@@ -146,7 +154,7 @@ class JobStatus(google.protobuf.message.Message):
     name: builtins.str
     state: Global___JobState.ValueType
     reason: builtins.str
-    """why it waits, failed or was cancelled; where it moves to"""
+    """why it waits, pauses, recovers, failed or was cancelled; where it moves to"""
     step: builtins.int
     """last finished"""
     steps: builtins.int
@@ -381,6 +389,114 @@ class MoveRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cuts", b"cuts", "job_id", b"job_id", "nodes", b"nodes", "request_id", b"request_id"]) -> None: ...
 
 Global___MoveRequest: typing_extensions.TypeAlias = MoveRequest
+
+@typing.final
+class PauseRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    JOB_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    job_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        job_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "request_id", b"request_id"]) -> None: ...
+
+Global___PauseRequest: typing_extensions.TypeAlias = PauseRequest
+
+@typing.final
+class ResumeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    JOB_ID_FIELD_NUMBER: builtins.int
+    FROM_STEP_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    job_id: builtins.str
+    from_step: builtins.int
+    """of a committed checkpoint, or 0 for the start; absent: where it stopped"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        job_id: builtins.str = ...,
+        from_step: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_from_step", b"_from_step", "from_step", b"from_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_from_step", b"_from_step", "from_step", b"from_step", "job_id", b"job_id", "request_id", b"request_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_from_step", b"_from_step"]) -> typing.Literal["from_step"] | None: ...
+
+Global___ResumeRequest: typing_extensions.TypeAlias = ResumeRequest
+
+@typing.final
+class ListCheckpointsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+
+Global___ListCheckpointsRequest: typing_extensions.TypeAlias = ListCheckpointsRequest
+
+@typing.final
+class Checkpoint(google.protobuf.message.Message):
+    """A committed checkpoint: one safetensors file per stage."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    COMMITTED_WALL_S_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
+    MANIFEST_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    epoch: builtins.int
+    committed_wall_s: builtins.float
+    manifest: builtins.str
+    """MANIFEST.json"""
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[fusion.wire.v1.tensor_pb2.BlobRef]:
+        """stage 0 first"""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        epoch: builtins.int = ...,
+        committed_wall_s: builtins.float = ...,
+        states: collections.abc.Iterable[fusion.wire.v1.tensor_pb2.BlobRef] | None = ...,
+        manifest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_wall_s", b"committed_wall_s", "epoch", b"epoch", "manifest", b"manifest", "states", b"states", "step", b"step"]) -> None: ...
+
+Global___Checkpoint: typing_extensions.TypeAlias = Checkpoint
+
+@typing.final
+class ListCheckpointsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINTS_FIELD_NUMBER: builtins.int
+    @property
+    def checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
+        """the earliest step first"""
+
+    def __init__(
+        self,
+        *,
+        checkpoints: collections.abc.Iterable[Global___Checkpoint] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoints", b"checkpoints"]) -> None: ...
+
+Global___ListCheckpointsResponse: typing_extensions.TypeAlias = ListCheckpointsResponse
 
 @typing.final
 class StatBlobRequest(google.protobuf.message.Message):

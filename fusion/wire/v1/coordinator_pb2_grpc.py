@@ -65,6 +65,21 @@ class JobsStub(object):
                 request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.MoveRequest.SerializeToString,
                 response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/fusion.wire.v1.Jobs/Pause',
+                request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.PauseRequest.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/fusion.wire.v1.Jobs/Resume',
+                request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
+                _registered_method=True)
+        self.ListCheckpoints = channel.unary_unary(
+                '/fusion.wire.v1.Jobs/ListCheckpoints',
+                request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.FromString,
+                _registered_method=True)
 
 
 class JobsServicer(object):
@@ -109,6 +124,26 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """at a step's end; its nodes are free then
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """of a paused, failed or cancelled job
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCheckpoints(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +176,21 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.Move,
                     request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.MoveRequest.FromString,
                     response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.PauseRequest.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRequest.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.SerializeToString,
+            ),
+            'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCheckpoints,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +356,87 @@ class Jobs(object):
             '/fusion.wire.v1.Jobs/Move',
             fusion_dot_wire_dot_v1_dot_coordinator__pb2.MoveRequest.SerializeToString,
             fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.Jobs/Pause',
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.PauseRequest.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.Jobs/Resume',
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.ResumeRequest.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.Jobs/ListCheckpoints',
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.FromString,
             options,
             channel_credentials,
             insecure,

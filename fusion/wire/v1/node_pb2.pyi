@@ -256,6 +256,7 @@ class Command(google.protobuf.message.Message):
     HOLD_FIELD_NUMBER: builtins.int
     UPLOAD_FIELD_NUMBER: builtins.int
     CODECS_FIELD_NUMBER: builtins.int
+    REPORT_STATES_FIELD_NUMBER: builtins.int
     @property
     def assign(self) -> fusion.wire.v1.plan_pb2.Assignment: ...
     @property
@@ -272,6 +273,8 @@ class Command(google.protobuf.message.Message):
     def upload(self) -> Global___UploadStates: ...
     @property
     def codecs(self) -> Global___SetCodecs: ...
+    @property
+    def report_states(self) -> Global___ReportStatesOrder: ...
     def __init__(
         self,
         *,
@@ -282,10 +285,11 @@ class Command(google.protobuf.message.Message):
         hold: Global___HoldStage | None = ...,
         upload: Global___UploadStates | None = ...,
         codecs: Global___SetCodecs | None = ...,
+        report_states: Global___ReportStatesOrder | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop", "upload", b"upload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "stop", b"stop", "upload", b"upload"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold", "upload", "codecs"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "report_states", b"report_states", "stop", b"stop", "upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "report_states", b"report_states", "stop", b"stop", "upload", b"upload"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold", "upload", "codecs", "report_states"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
 
@@ -359,6 +363,18 @@ class UploadStates(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["digests", b"digests", "job_id", b"job_id"]) -> None: ...
 
 Global___UploadStates: typing_extensions.TypeAlias = UploadStates
+
+@typing.final
+class ReportStatesOrder(google.protobuf.message.Message):
+    """Say with ReportStates what is kept, now. A worker that ended before has its states in it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ReportStatesOrder: typing_extensions.TypeAlias = ReportStatesOrder
 
 @typing.final
 class KeptState(google.protobuf.message.Message):
@@ -601,7 +617,7 @@ class StageReport(google.protobuf.message.Message):
     detail: builtins.str
     """one line; of FAILED: the cause"""
     cause: builtins.str
-    """of FAILED: "error", "peer-lost", "crash", "out-of-memory", "lease" """
+    """of FAILED: "error", "peer-lost", "crash", "out-of-memory", "lease", "stuck", "device" """
     peer_stage: builtins.int
     """of "peer-lost": whom it lost; else -1"""
     incarnation: builtins.int
@@ -1045,3 +1061,43 @@ class LeaveResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___LeaveResponse: typing_extensions.TypeAlias = LeaveResponse
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    """The node wants to leave: it gets no new work, and its jobs go on without it from a step's end on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    incarnation: builtins.int
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "reason", b"reason"]) -> None: ...
+
+Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: builtins.int
+    WAITS_FOR_FIELD_NUMBER: builtins.int
+    done: builtins.bool
+    """no job needs the node any more: it may leave"""
+    waits_for: builtins.str
+    """one line, while it may not"""
+    def __init__(
+        self,
+        *,
+        done: builtins.bool = ...,
+        waits_for: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["done", b"done", "waits_for", b"waits_for"]) -> None: ...
+
+Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse

@@ -80,6 +80,16 @@ class NodeControlStub(object):
                 request_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.ReportStates = channel.unary_unary(
+                '/fusion.wire.v1.NodeControl/ReportStates',
+                request_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.StatesReport.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.StatesReportResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/fusion.wire.v1.NodeControl/Drain',
+                request_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class NodeControlServicer(object):
@@ -141,6 +151,19 @@ class NodeControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportStates(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """asked again until done, then Leave
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -188,6 +211,16 @@ def add_NodeControlServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.LeaveRequest.FromString,
                     response_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.LeaveResponse.SerializeToString,
+            ),
+            'ReportStates': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportStates,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.StatesReport.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.StatesReportResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_node__pb2.DrainRequest.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_node__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -434,6 +467,60 @@ class NodeControl(object):
             '/fusion.wire.v1.NodeControl/Leave',
             fusion_dot_wire_dot_v1_dot_node__pb2.LeaveRequest.SerializeToString,
             fusion_dot_wire_dot_v1_dot_node__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportStates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.NodeControl/ReportStates',
+            fusion_dot_wire_dot_v1_dot_node__pb2.StatesReport.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_node__pb2.StatesReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.NodeControl/Drain',
+            fusion_dot_wire_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_node__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
