@@ -18,6 +18,8 @@ class MessageKind(IntEnum):
     NORM = 4  #: per-parameter sums of squares, towards the first stage
     VERDICT = 5  #: apply or skip, and the clipping factor, towards the last stage
     EVAL = 6  #: a value of an evaluation's forward
+    REPLICA = 7  #: a part of a stage's kept state, to the stage that holds a copy of it
+    REPLICA_ACK = 8  #: that stage's answer: the copy is written and its digest is right
 
 
 @dataclass(frozen=True, slots=True)

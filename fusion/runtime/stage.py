@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import queue
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -20,13 +19,14 @@ from fusion.observe import failpoints
 from fusion.plan.schedule import StageSchedule
 from fusion.protocol.job import JobSpec
 from fusion.protocol.messages import MessageKind
+from fusion.protocol.passes import NormPass, VerdictPass
 from fusion.runtime import machine
 from fusion.runtime.batches import Batches, Samples, tokens_per_sample, weighted_mean
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.machine import Key, StageMachine, StageRole
-from fusion.runtime.optimizer import StageOptimizer, StepVerdict, decide, sums_of_squares
+from fusion.runtime.optimizer import StageOptimizer, decide, sums_of_squares
+from fusion.runtime.versions import Keeper, Versions
 
-_VERDICT = struct.Struct("<??dd")
 _LONGEST_WAIT_S = 1.0  #: between two looks at whether the stage was asked to stop
 
 
@@ -93,7 +93,7 @@ class _StepState:
     eval_losses: list[torch.Tensor]
     tied: dict[int, torch.Tensor | None]
     backwards: list[int] = field(default_factory=list)  #: micro-batches whose gradients are in
-    verdict: StepVerdict | None = None
+    verdict: VerdictPass | None = None
     compute_s: float = 0.0
     wait_s: float = 0.0
 
@@ -113,6 +113,7 @@ class StageRunner:
         on_step: Callable[[StageRecord], None],
         first_step: int = 1,
         pace: Pace | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self._job = job
         self._pace = pace
@@ -142,6 +143,9 @@ class StageRunner:
         self._state: _StepState | None = None
         self._sent_before: dict[StageIndex, int] = {}
         self._hold_wanted = False
+        self._versions = Versions(
+            keeper, first_step - 1, every_steps=job.checkpoint_every_steps, last_step=job.steps
+        )
         self.held_after: int | None = None  #: the step after which all stages hold, once that is decided
 
     @property
@@ -243,6 +247,8 @@ class StageRunner:
                     self._optimizer.apply(step, state.verdict.factor)
                 self.executor.clear_gradients()
                 failpoints.reach("stage.after_update", stage=self.stage, step=step)
+                if state.verdict.keep:
+                    self._versions.keep(step, self.state())
             case machine.Evaluate(step, micro_batch):
                 self._evaluate(step, micro_batch, state)
             case machine.EndStep():
@@ -317,16 +323,19 @@ class StageRunner:
                 self.executor.parameters[self._names[shared.value]].grad = _sum(state.tied.pop(use) for use in numbers)
 
     def _norm(self, step: int, state: _StepState) -> None:
-        sums = self._own_sums()
+        sums, safe = self._own_sums(), self._versions.safe
         if self.stage + 1 < self._role.stages:
-            behind = self._take(Key(MessageKind.NORM, step, 0, 0)).numbers
-            sums += struct.unpack(f"<{len(behind) // 8}d", behind)
+            behind = NormPass.unpack(self._take(Key(MessageKind.NORM, step, 0, 0)).numbers)
+            sums += behind.sums
+            safe = min(safe, behind.safe)
         if self.stage > 0:
-            target = StageIndex(self.stage - 1)
-            self._outbox.send_numbers(target, Key(MessageKind.NORM, step, 0, 0), struct.pack(f"<{len(sums)}d", *sums))
-        else:
-            state.verdict = decide(sums, self._job.grad_clip)
-            self._give_verdict(step, state.verdict, hold=self._hold_wanted and step < self._job.steps)
+            packed = NormPass(tuple(sums), safe).pack()
+            self._outbox.send_numbers(StageIndex(self.stage - 1), Key(MessageKind.NORM, step, 0, 0), packed)
+            return
+        verdict = decide(sums, self._job.grad_clip)
+        hold = self._hold_wanted and step < self._job.steps
+        keep = not hold and self._versions.wanted(step, safe)
+        self._obey(step, VerdictPass(verdict.apply, verdict.factor, verdict.norm, hold, keep, safe), state)
 
     def _own_sums(self) -> list[float]:
         """Return the sums of squares of the parameters for which this stage answers."""
@@ -339,18 +348,18 @@ class StageRunner:
         return sums_of_squares(gradients)
 
     def _pass_verdict(self, step: int, state: _StepState) -> None:
-        apply, hold, factor, norm = _VERDICT.unpack(self._take(Key(MessageKind.VERDICT, step, 0, 0)).numbers)
-        state.verdict = StepVerdict(apply, factor, norm)
-        self._give_verdict(step, state.verdict, hold)
+        self._obey(step, VerdictPass.unpack(self._take(Key(MessageKind.VERDICT, step, 0, 0)).numbers), state)
 
-    def _give_verdict(self, step: int, verdict: StepVerdict, hold: bool) -> None:
-        """Pass the verdict on; it travels in the step, so all stages hold after the same one."""
-        if hold:
+    def _obey(self, step: int, verdict: VerdictPass, state: _StepState) -> None:
+        """Pass the verdict on and act on it; it travels in the step, so all stages do the same in the same one."""
+        state.verdict = verdict
+        if verdict.hold:
             self.held_after = step
             self._machine.stop_after(step)
         if self.stage + 1 < self._role.stages:
-            packed = _VERDICT.pack(verdict.apply, hold, verdict.factor, verdict.norm)
-            self._outbox.send_numbers(StageIndex(self.stage + 1), Key(MessageKind.VERDICT, step, 0, 0), packed)
+            key = Key(MessageKind.VERDICT, step, 0, 0)
+            self._outbox.send_numbers(StageIndex(self.stage + 1), key, verdict.pack())
+        self._versions.stable(verdict.stable)
 
     def _evaluate(self, step: int, micro_batch: int, state: _StepState) -> None:
         received = {}

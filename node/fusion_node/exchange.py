@@ -13,13 +13,13 @@ from fusion.compress import raw
 from fusion.graph.dag import InputKind
 from fusion.graph.partition import Partition
 from fusion.protocol.messages import MessageHeader, MessageKind
+from fusion.protocol.passes import MAX_VERDICT_BYTES, NORM_BYTES
 from fusion.runtime.executor import all_uses
 from fusion.runtime.machine import Key
 from fusion.runtime.stage import Arrived, StageRunner
 from fusion.transport.base import Incoming, Outgoing, Transport
 
 _VALUE_KINDS = (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.EVAL)
-_VERDICT_BYTES = 64
 
 
 class WireOutbox:
@@ -125,7 +125,7 @@ class PayloadLimits:
         }
         self._uses = [raw.MAX_GAP_FACTOR * values[parts.shared[index].value].bytes for index, _ in all_uses(parts)]
         parameters = sum(source.kind is InputKind.PARAMETER for source in parts.graph.inputs)
-        self._control = max(_VERDICT_BYTES, 8 * parameters)
+        self._control = max(MAX_VERDICT_BYTES, NORM_BYTES + 8 * parameters)
 
     def __call__(self, header: MessageHeader) -> int:
         """Return the limit in bytes; WireError for an edge or a use that the stage does not have."""

@@ -438,9 +438,17 @@ Global___StatesReport: typing_extensions.TypeAlias = StatesReport
 class StatesReportResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    ENDED_JOBS_FIELD_NUMBER: builtins.int
+    @property
+    def ended_jobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of those in the report: their states are needed no more"""
+
     def __init__(
         self,
+        *,
+        ended_jobs: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended_jobs", b"ended_jobs"]) -> None: ...
 
 Global___StatesReportResponse: typing_extensions.TypeAlias = StatesReportResponse
 

@@ -38,6 +38,10 @@ class _MessageKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """apply or skip, and the clipping factor, towards the last stage"""
     MESSAGE_KIND_EVAL: _MessageKind.ValueType  # 6
     """a value of an evaluation's forward"""
+    MESSAGE_KIND_REPLICA: _MessageKind.ValueType  # 7
+    """a part of a stage's kept state after `step`, to the stage that holds a copy; micro_batch: its number"""
+    MESSAGE_KIND_REPLICA_ACK: _MessageKind.ValueType  # 8
+    """the answer: the copy is written and its digest is right"""
 
 class MessageKind(_MessageKind, metaclass=_MessageKindEnumTypeWrapper): ...
 
@@ -54,6 +58,10 @@ MESSAGE_KIND_VERDICT: MessageKind.ValueType  # 5
 """apply or skip, and the clipping factor, towards the last stage"""
 MESSAGE_KIND_EVAL: MessageKind.ValueType  # 6
 """a value of an evaluation's forward"""
+MESSAGE_KIND_REPLICA: MessageKind.ValueType  # 7
+"""a part of a stage's kept state after `step`, to the stage that holds a copy; micro_batch: its number"""
+MESSAGE_KIND_REPLICA_ACK: MessageKind.ValueType  # 8
+"""the answer: the copy is written and its digest is right"""
 Global___MessageKind: typing_extensions.TypeAlias = MessageKind
 
 @typing.final
@@ -183,6 +191,7 @@ class Header(google.protobuf.message.Message):
     incarnation: builtins.int
     step: builtins.int
     micro_batch: builtins.int
+    """of a REPLICA the number of the part"""
     edge: builtins.int
     """index into the edges that both ends derive from the plan"""
     sequence: builtins.int
