@@ -143,9 +143,7 @@ class StageRunner:
         self._state: _StepState | None = None
         self._sent_before: dict[StageIndex, int] = {}
         self._hold_wanted = False
-        self._versions = Versions(
-            keeper, first_step - 1, every_steps=job.checkpoint_every_steps, last_step=job.steps
-        )
+        self._versions = Versions(keeper, first_step - 1, every_steps=job.checkpoint_every_steps, last_step=job.steps)
         self.held_after: int | None = None  #: the step after which all stages hold, once that is decided
 
     @property

@@ -18,6 +18,7 @@ from fusion.runtime.executor import all_uses
 from fusion.runtime.machine import Key
 from fusion.runtime.stage import Arrived, StageRunner
 from fusion.transport.base import Incoming, Outgoing, Transport
+from fusion_node import replicas
 
 _VALUE_KINDS = (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.EVAL)
 
@@ -125,7 +126,12 @@ class PayloadLimits:
         }
         self._uses = [raw.MAX_GAP_FACTOR * values[parts.shared[index].value].bytes for index, _ in all_uses(parts)]
         parameters = sum(source.kind is InputKind.PARAMETER for source in parts.graph.inputs)
-        self._control = max(MAX_VERDICT_BYTES, NORM_BYTES + 8 * parameters)
+        self._control = {
+            MessageKind.NORM: NORM_BYTES + 8 * parameters,
+            MessageKind.VERDICT: MAX_VERDICT_BYTES,
+            MessageKind.REPLICA: replicas.PART_BYTES,
+            MessageKind.REPLICA_ACK: replicas.ANSWER_BYTES,
+        }
 
     def __call__(self, header: MessageHeader) -> int:
         """Return the limit in bytes; WireError for an edge or a use that the stage does not have."""
@@ -137,4 +143,4 @@ class PayloadLimits:
             if header.edge >= len(self._uses):
                 raise WireError(f"use {header.edge} does not exist")
             return self._uses[header.edge]
-        return self._control
+        return self._control[header.kind]
