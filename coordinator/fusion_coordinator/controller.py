@@ -454,7 +454,8 @@ class Controller:
         record = self.state.jobs[job]
         moves.check_runs(record)
         chosen = moves.named_nodes(self.state, self.presences, record, names)
-        plan = await self._planner.divide(scheduling.cluster_of(chosen), job_of(record), cuts)
+        links = self.links.view(in_contact(self.state, self.presences))
+        plan = await self._planner.divide(scheduling.cluster_of(chosen, links), job_of(record), cuts)
         await self.once(request, node_pb2.Ping, lambda state: (self._move(state, job, plan, ""), node_pb2.Ping()))
 
     # ---- scheduling ----

@@ -14,6 +14,7 @@ from fusion.graph.dag import Graph
 from fusion.plan.equal_compute import plan as by_equal_compute
 from fusion.plan.inforce import in_force
 from fusion.plan.planner import Options, make_plan
+from fusion.plan.replicas import with_replicas
 from fusion.plan.types import Cluster, JobView, Plan
 from fusion.plan.workload import Workload, workload_of
 from fusion.protocol.job import BlobRef, JobSpec
@@ -80,14 +81,14 @@ class Planner:
 
     def _divide(self, cluster: Cluster, spec: JobSpec, cuts: Sequence[int]) -> Plan:
         view = replace(job_view(spec), cuts=tuple(cuts), max_stages=0)
-        return by_equal_compute(cluster, self._graph(spec.graph)[0], view)
+        return with_replicas(by_equal_compute(cluster, self._graph(spec.graph)[0], view), cluster)
 
     def _plan(self, cluster: Cluster, spec: JobSpec) -> Plan:
         """Without any measured link the nodes' speed and memory are all that there is to plan by."""
         graph, view = self._graph(spec.graph)[0], job_view(spec)
         blind = spec.planner == "fusion" and (len(cluster.nodes) == 1 or not measured(cluster))
         if blind or spec.planner == "equal-compute":
-            return by_equal_compute(cluster, graph, view)
+            return with_replicas(by_equal_compute(cluster, graph, view), cluster)
         return _planned(cluster, graph, view, spec.planner)
 
     def _compare(
@@ -124,7 +125,8 @@ class Planner:
 
 
 def _planned(cluster: Cluster, graph: Graph, job: JobView, method: str) -> Plan:
-    return make_plan(cluster, graph, job, Options(method, budget_s=BUDGET_S, clock_s=time.monotonic)).plan
+    plan = make_plan(cluster, graph, job, Options(method, budget_s=BUDGET_S, clock_s=time.monotonic)).plan
+    return with_replicas(plan, cluster)
 
 
 def measured(cluster: Cluster) -> bool:
