@@ -2,7 +2,8 @@
 
 `python -m fusion.cli.wan CONFIG.json` prints {"routes": {dialler: {"host:port": "127.0.0.1:port"}}} as one line: where
 each machine has to dial instead of another's address. A line "report" on its standard input, and its end, make it print
-{"bytes": {source: {target: bytes}}}. It ends on SIGTERM and when its standard input ends.
+{"bytes": {source: {target: bytes}}}; a line such as {"fault": "stall", "ways": [["a", "b"]]} makes a link fail, see
+`fusion.cli.wanfaults`. It ends on SIGTERM and when its standard input ends.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 
 from fusion.base.errors import ConfigError
 from fusion.base.units import KIB, format_duration, format_rate
+from fusion.cli.wanfaults import Connection, Fault, Faults, Way
 
 __all__ = ["Machine", "Topology", "WanConfig", "WanLink", "WanRelay", "default_topology", "main"]
 
@@ -136,11 +138,13 @@ class _Pipe:
     def __init__(
         self,
         shaper: _Shaper,
+        way: Way,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         carried: Callable[[int], None],
     ) -> None:
         self._carried = carried
+        self._way = way
         self._shaper, self._reader, self._writer = shaper, reader, writer
         self._under_way: deque[tuple[float, bytes]] = deque()  # arrival time and bytes; none: the end
         self._held_bytes = 0
@@ -162,18 +166,22 @@ class _Pipe:
         data = b"-"
         try:
             while data:
-                await asyncio.sleep(self._shaper.wait_s(loop.time()))
+                await asyncio.sleep(self._wait_s(loop.time()))
                 while self._held_bytes >= self._shaper.window_bytes:
                     self._room.clear()
                     await self._room.wait()
                 data = await self._reader.read(self._shaper.piece_bytes)
                 self._held_bytes += len(data)
-                self._under_way.append((self._shaper.arrival_s(len(data), loop.time()), data))
+                link = self._way if self._way.shaped else self._shaper
+                self._under_way.append((link.arrival_s(len(data), loop.time()), data))
                 self._changed.set()
         except OSError:
             self._under_way.append((math.inf, b""))
             self._changed.set()
             raise
+
+    def _wait_s(self, now_s: float) -> float:
+        return self._way.wait_s(now_s, _QUEUE_BYTES) if self._way.shaped else self._shaper.wait_s(now_s)
 
     async def _deliver(self) -> None:
         loop = asyncio.get_running_loop()
@@ -186,6 +194,7 @@ class _Pipe:
                 return
             while (early_s := arrival_s - loop.time()) > 0:
                 await asyncio.sleep(early_s)
+            await self._way.open.wait()
             if not data:
                 self._writer.write_eof()
                 return
@@ -202,10 +211,12 @@ class WanRelay:
     def __init__(self, links: Sequence[WanLink], machines: Sequence[Machine]) -> None:
         _check(links, machines)
         self._machines = {machine.name: machine for machine in machines}
+        self._faults = Faults(self._machines)
         self._shapers = {(link.source, link.target): _Shaper(link) for link in links}
         self._carried: dict[tuple[str, str], int] = dict.fromkeys(self._pairs(), 0)
         self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
         return ((a, b) for a in self._machines for b in self._machines if a != b)
@@ -235,30 +246,49 @@ class WanRelay:
         self, dialler: str, target: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Serve one connection: connect to the target and carry both directions until both have ended."""
-        writers = [writer]
+        faults, connection = self._faults, Connection(writer)
+        faults.opened(dialler, target, connection)
         try:
+            if faults.refuses(dialler, target):
+                connection.reset()
+                return
+            await faults.may_close(dialler, target)
             host, port = self._machines[target].address.rsplit(":", 1)
-            far_reader, far_writer = await asyncio.open_connection(
+            far_reader, connection.far = await asyncio.open_connection(
                 host.strip("[]"), int(port), limit=_SOCKET_BYTES // 2
             )
-            writers.append(far_writer)
-            for each in writers:
+            for each in (writer, connection.far):
                 _tune(each)
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._pipe(dialler, target, reader, far_writer).run())
+                both.create_task(self._pipe(dialler, target, reader, connection.far).run())
                 both.create_task(self._pipe(target, dialler, far_reader, writer).run())
         except* OSError:
-            pass  # either end went away: so does the other
+            pass  # either end went away: so does the other, as soon as it can hear of it
         finally:
-            for each in writers:
-                each.transport.abort()
+            await self._end(dialler, target, connection)
+
+    async def _end(self, dialler: str, target: str, connection: Connection) -> None:
+        try:
+            if connection.far is not None and not self._closing:
+                await self._faults.may_close(dialler, target)
+                connection.far.transport.abort()
+            if not self._closing:
+                await self._faults.may_close(target, dialler)
+        finally:
+            self._faults.closed(dialler, target, connection)
+            for writer in filter(None, (connection.near, connection.far)):
+                writer.transport.abort()
 
     def _pipe(self, source: str, target: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Pipe:
         def carried(count: int) -> None:
             self._carried[source, target] += count
 
         shaper = self._shapers[self._machines[source].place, self._machines[target].place]
-        return _Pipe(shaper, reader, writer, carried)
+        return _Pipe(shaper, self._faults.way(source, target), reader, writer, carried)
+
+    def apply(self, fault: Fault) -> None:
+        """Make links fail, or whole again; ConfigError for machines that there are not."""
+        self._faults.apply(fault)
 
     def report(self) -> dict[str, dict[str, int]]:
         """Return the bytes carried so far from each machine to each other."""
@@ -269,6 +299,7 @@ class WanRelay:
 
     async def close(self) -> None:
         """End every connection and stop listening."""
+        self._closing = True
         for server in self._servers:
             server.close()
         tasks = list(self._connections)
@@ -345,11 +376,19 @@ async def _serve(config: WanConfig) -> None:
     def report() -> None:
         _say({"bytes": relay.report()})
 
+    def apply(line: str) -> None:
+        try:
+            relay.apply(msgspec.json.decode(line, type=Fault))
+        except (ConfigError, msgspec.MsgspecError) as error:
+            print(f"wan: {error}", file=sys.stderr, flush=True)
+
     def listen_to_parent() -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended first
             for line in sys.stdin:
                 if line.strip() == "report":
                     loop.call_soon_threadsafe(report)
+                elif line.startswith("{"):
+                    loop.call_soon_threadsafe(apply, line)
             loop.call_soon_threadsafe(over.set)
 
     _say({"routes": await relay.start()})

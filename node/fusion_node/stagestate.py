@@ -47,7 +47,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's type, shape and bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     hasher = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
-    hasher.update(memoryview(flat.numpy()))
+    hasher.update(flat.numpy().data)
     return hasher.hexdigest()
 
 
