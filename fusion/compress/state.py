@@ -44,8 +44,10 @@ class EdgeState:
         self.masks.pop((turn.step, turn.micro_batch), None)
 
     def forget_before(self, step: int) -> None:
-        """Forget masks of earlier steps, whose gradients will never come."""
-        self.masks = {key: mask for key, mask in self.masks.items() if key[0] >= step}
+        """Forget masks of earlier steps, whose gradients will never come; other threads may add masks meanwhile."""
+        for key in list(self.masks):
+            if key[0] < step:
+                self.masks.pop(key, None)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint at a step's end must hold. Masks live within a step only and are left out."""

@@ -10,18 +10,18 @@ import torch
 
 from fusion.base.errors import StateError
 from fusion.base.ids import StageIndex
+from fusion.compress.linkcodecs import CodecSchedule
 from fusion.graph.dag import Graph
 from fusion.graph.partition import Partition, partition
 from fusion.plan.schedule import check_schedule, make_schedule
 from fusion.protocol.job import JobSpec
 from fusion.protocol.metrics import StageMetrics, StepMetrics
 from fusion.runtime.batches import Samples
+from fusion.runtime.coding import STATE_PREFIX, StageCoder
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.machine import Key
 from fusion.runtime.optimizer import OPTIMIZER_PREFIX
 from fusion.runtime.stage import Arrived, StageRecord, StageRunner
-
-Carry = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -33,17 +33,28 @@ class LocalResult:
 
 
 class _DirectOutbox:
-    """Hands messages straight to the other runners of the same process."""
+    """Hands messages straight to the other runners of the same process; through their codecs, if there are any."""
 
-    def __init__(self, runners: dict[StageIndex, StageRunner], carry: Carry | None) -> None:
+    def __init__(
+        self, stage: StageIndex, runners: dict[StageIndex, StageRunner], coders: Mapping[StageIndex, StageCoder]
+    ) -> None:
+        self._stage = stage
         self._runners = runners
-        self._carry = carry
+        self._coders = coders
         self._bytes: dict[StageIndex, int] = {}
 
     def send_tensor(self, target: StageIndex, key: Key, tensor: torch.Tensor | None, *, requires_grad: bool) -> None:
-        if tensor is not None:
+        if tensor is None:
+            for stage in (self._stage, target) if self._coders else ():
+                self._coders[stage].absent(key)
+        elif self._coders:
+            sent = self._coders[self._stage].encode(key, tensor, requires_grad=requires_grad)
+            self._count(target, len(sent.payload))
+            tensor = self._coders[target].decode(
+                key, sent.layout, sent.payload, sent.codec, requires_grad=requires_grad
+            )
+        else:
             self._count(target, tensor.numel() * tensor.element_size())
-            tensor = tensor if self._carry is None else self._carry(tensor)
         self._runners[target].deliver(key, Arrived(tensor, requires_grad))
 
     def send_numbers(self, target: StageIndex, key: Key, numbers: bytes) -> None:
@@ -67,14 +78,16 @@ def run_local(
     on_step: Callable[[StepMetrics], None] | None = None,
     stages: Sequence[int] = (),
     device: str = "cpu",
-    carry: Carry | None = None,
+    codecs: CodecSchedule | None = None,
+    code_evaluation: bool = False,
     first_step: int = 1,
 ) -> LocalResult:
     """Run a job in this process and thread, in one piece or cut at the operator positions `stages`.
 
-    `carry` is applied to every tensor between pieces. `tensors` are copied, not changed; to go on at `first_step` they
-    hold what a run that did the steps before it left. The process's random numbers and torch settings are put back
-    afterwards.
+    With `codecs` every tensor between pieces goes through its link's codec, byte by byte as over a network; without,
+    it is handed over as it is. `code_evaluation`: the values of evaluations, too, go through them. `tensors` are
+    copied, not changed; to go on at `first_step` they hold what a run that did the steps before it left. The process's
+    random numbers and torch settings are put back afterwards.
     """
     result = LocalResult()
     parts = partition(graph, stages)
@@ -84,8 +97,9 @@ def run_local(
         if on_step is not None:
             on_step(metrics)
 
+    coders = {} if codecs is None else make_coders(spec, parts, codecs, device, code_evaluation=code_evaluation)
     with compute_settings(spec, device):
-        runners = make_runners(spec, parts, tensors, data, eval_data, finished_step, device, carry, first_step)
+        runners = make_runners(spec, parts, tensors, data, eval_data, finished_step, device, first_step, coders)
         while not all(runner.finished for runner in runners):
             if not any(runner.advance() for runner in runners):
                 waiting = {int(runner.stage): runner.waits_for() for runner in runners if not runner.finished}
@@ -104,10 +118,10 @@ def make_runners(
     eval_data: Samples | None,
     on_step: Callable[[StepMetrics], None],
     device: str = "cpu",
-    carry: Carry | None = None,
     first_step: int = 1,
+    coders: Mapping[StageIndex, StageCoder] | None = None,
 ) -> list[StageRunner]:
-    """Return a runner for every shard, connected without a network; `carry` stands for a tensor's way over one."""
+    """Return a runner for every shard, connected without a network; `coders` stand for a tensor's way over one."""
     count = len(parts.shards)
     schedules = make_schedule(spec.schedule, count, spec.micro_batches)
     check_schedule(schedules, spec.micro_batches)
@@ -131,12 +145,32 @@ def make_runners(
             executor,
             data,
             eval_data,
-            _DirectOutbox(runners, carry),
+            _DirectOutbox(stage, runners, coders or {}),
             gather.taker(stage),
             first_step,
+            coder=(coders or {}).get(stage),
         )
-        runners[stage].load_state({name: value for name, value in tensors.items() if name.startswith(OPTIMIZER_PREFIX)})
+        runners[stage].load_state(
+            {name: value for name, value in tensors.items() if name.startswith((OPTIMIZER_PREFIX, STATE_PREFIX))}
+        )
     return list(runners.values())
+
+
+def make_coders(
+    spec: JobSpec,
+    parts: Partition,
+    codecs: CodecSchedule,
+    device: str = "cpu",
+    *,
+    code_evaluation: bool = False,
+) -> dict[StageIndex, StageCoder]:
+    """Return the codecs at work for every stage of a pipeline in this process."""
+    return {
+        shard.index: StageCoder(
+            parts, shard.index, codecs, seed=spec.seed, device=device, code_evaluation=code_evaluation
+        )
+        for shard in parts.shards
+    }
 
 
 class StepGatherer:

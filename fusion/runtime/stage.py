@@ -22,9 +22,10 @@ from fusion.protocol.messages import MessageKind
 from fusion.protocol.passes import NormPass, VerdictPass
 from fusion.runtime import machine
 from fusion.runtime.batches import Batches, Samples, tokens_per_sample, weighted_mean
+from fusion.runtime.coding import StageCoder
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.machine import Key, StageMachine, StageRole
-from fusion.runtime.optimizer import StageOptimizer, decide, sums_of_squares
+from fusion.runtime.optimizer import OPTIMIZER_PREFIX, StageOptimizer, decide, sums_of_squares
 from fusion.runtime.versions import Keeper, Versions
 
 _LONGEST_WAIT_S = 1.0  #: between two looks at whether the stage was asked to stop
@@ -114,8 +115,11 @@ class StageRunner:
         first_step: int = 1,
         pace: Pace | None = None,
         keeper: Keeper | None = None,
+        coder: StageCoder | None = None,
     ) -> None:
+        """`coder` is that of the outbox: what it keeps between steps is the stage's state."""
         self._job = job
+        self._coder = coder
         self._pace = pace
         self._partition = partition
         self.executor = executor
@@ -161,11 +165,16 @@ class StageRunner:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that the stage needs to go on after the step that it has done, by names that no cut changes."""
-        return self.executor.parameters | self.executor.buffers | self._optimizer.state()
+        coding = {} if self._coder is None else self._coder.state()
+        return self.executor.parameters | self.executor.buffers | self._optimizer.state() | coding
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over optimizer state; parameters and buffers came with the executor."""
-        self._optimizer.load_state(tensors)
+        """Take over the state of optimizer and codecs; parameters and buffers came with the executor."""
+        self._optimizer.load_state(
+            {name: value for name, value in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}
+        )
+        if self._coder is not None:
+            self._coder.load_state(tensors)
 
     def run(self, should_stop: Callable[[], str | None]) -> None:
         """Work until the job's last step; StoppedError with the reason once `should_stop` gives one."""
@@ -249,8 +258,9 @@ class StageRunner:
                     self._versions.keep(step, self.state())
             case machine.Evaluate(step, micro_batch):
                 self._evaluate(step, micro_batch, state)
-            case machine.EndStep():
-                pass
+            case machine.EndStep(step):
+                if self._coder is not None:
+                    self._coder.end_step(step)
 
     def _forward(self, step: int, micro_batch: int, state: _StepState) -> None:
         failpoints.reach("stage.forward", stage=self.stage, step=step, micro_batch=micro_batch)

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusion.compress.linkcodecs import CodecSchedule
 from fusion.graph.partition import partition
 from fusion.protocol.job import OptimizerSpec
 from fusion.protocol.metrics import StepMetrics
-from fusion.runtime.local import compute_settings, make_runners
+from fusion.runtime.local import compute_settings, make_coders, make_runners
 from tests.integration.test_exact_training import gpt_training, resnet_training
-from tests.support.training import Training, carry, spread_cuts
+from tests.support.training import Training, spread_cuts
 
 
 def run_until_hold(
@@ -29,7 +30,7 @@ def run_until_hold(
             training.data,
             training.eval_data,
             steps.append,
-            carry=carry,
+            coders=make_coders(training.spec, parts, CodecSchedule()),
         )
         while not all(runner.finished for runner in runners):
             if len(steps) == ask_in_step - 1:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fusion.capture import Captured, capture
 from fusion.compress import raw
+from fusion.compress.linkcodecs import CodecSchedule
 from fusion.graph.dag import TensorSpec
 from fusion.graph.partition import legal_cuts
 from fusion.protocol.job import BlobRef, DataField, DataFile, DataSpec, JobSpec, OptimizerSpec, RowSource
@@ -41,8 +42,15 @@ class Training:
     data: Held
     eval_data: Held | None = None
 
-    def run(self, cuts: Collection[int] = (), first_step: int = 1, **changes: Any) -> LocalResult:
-        """Run it, cut at `cuts`; every tensor between pieces goes through the bytes of the codec "none"."""
+    def run(
+        self,
+        cuts: Collection[int] = (),
+        first_step: int = 1,
+        codecs: CodecSchedule | None = None,
+        code_evaluation: bool = False,
+        **changes: Any,
+    ) -> LocalResult:
+        """Run it, cut at `cuts`; every tensor between pieces goes through its codec, "none" unless told otherwise."""
         spec = replace(self.spec, **changes)
         return run_local(
             spec,
@@ -51,7 +59,8 @@ class Training:
             self.data,
             self.eval_data,
             stages=sorted(cuts),
-            carry=carry,
+            codecs=codecs or CodecSchedule(),
+            code_evaluation=code_evaluation,
             first_step=first_step,
         )
 
