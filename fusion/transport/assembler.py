@@ -14,7 +14,7 @@ from fusion.base.units import KIB, MIB
 from fusion.graph.dag import DTYPE_BYTES
 from fusion.observe import history
 from fusion.protocol.header import describe, elements, header_from_proto, span_bytes
-from fusion.protocol.messages import MessageHeader, Session
+from fusion.protocol.messages import MessageHeader, MessageKind, Session
 from fusion.transport.base import Incoming
 from fusion.transport.frames import FREE_BYTES, MAX_CHUNK_BYTES
 from fusion.wire.v1 import peer_pb2
@@ -23,6 +23,7 @@ __all__ = ["Assembler", "CreditError", "Limit", "ReceiveCounters"]
 
 Limit = Callable[[MessageHeader], int]  #: most bytes of payload and of tensor memory; may raise WireError itself
 
+_WITHOUT_STEP = (MessageKind.REPLICA, MessageKind.REPLICA_ACK)  #: their numbers on the stream are enough
 _STEPS_REMEMBERED = 4  #: stages are at most one step apart; older messages cannot be meant
 _MAX_MESSAGES_PER_STEP = 2**20
 _TIMED_BYTES, _RECORD_BYTES = 64 * KIB, 16 * KIB  #: a header shares its TLS record with the payload's beginning
@@ -176,7 +177,9 @@ class Assembler:
             self._outstanding += cost
 
     def _remember(self, header: MessageHeader, about: str) -> None:
-        """Refuse a message that has come before, or whose step is long over."""
+        """Refuse a message that has come before, or whose step is long over; copies of kept states may take long."""
+        if header.kind in _WITHOUT_STEP:
+            return
         if header.step < self._oldest_step:
             raise WireError(f"{about}: came too late, step {self._oldest_step} is the oldest expected")
         seen = self._seen.setdefault(header.step, set())

@@ -18,6 +18,7 @@ class Outgoing:
 
     prepare: Callable[[], tuple[MessageHeader, Payload]]
     urgent: bool = False  #: small control messages overtake bulk, between two chunks
+    background: bool = False  #: begins only when nothing else waits; kept small, since what it has begun it ends
     sent: Callable[[int], None] = field(default=lambda _wire_bytes: None)  #: called after the last chunk has left
 
 

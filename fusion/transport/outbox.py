@@ -1,4 +1,4 @@
-"""What waits to be sent to one peer: two classes of urgency, credits in bytes, and the frames in their order."""
+"""What waits to be sent to one peer: three classes of urgency, credits in bytes, and the frames in their order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SendCounters:
     """What one directed link has sent so far."""
 
     messages: int = 0
-    payload_bytes: int = 0
+    payload_bytes: int = 0  #: without background messages, which are not part of a step's traffic
     wire_bytes: int = 0  #: frames, before TLS
     sending_s: float = 0.0  #: the link was busy with a frame
     blocked_s: float = 0.0  #: a message waited for credit and nothing else could go
@@ -55,7 +55,9 @@ class _Lane:
 class Outbox:
     """Queue and sender of one directed link. `frames` runs on the link's own thread; all else may be called anywhere.
 
-    Urgent messages go first, also between two chunks of a bulk message. A message starts once its payload fits into
+    Urgent messages go first, also between two chunks of a bulk message. Background messages begin only while no bulk
+    waits, not even for credit, and take a quarter of the window at most; the two never interleave, as the receiver
+    takes one of them at a time. A message starts once its payload fits into
     the window beside what has not been credited back, or once nothing else is outstanding, so that a payload larger
     than the whole window passes too.
     """
@@ -64,7 +66,7 @@ class Outbox:
         self.counters = SendCounters()
         self._session, self._next_sequence = session, next_sequence
         self._changed = threading.Condition()
-        self._urgent, self._bulk = _Lane(), _Lane()
+        self._urgent, self._bulk, self._background = _Lane(), _Lane(), _Lane()
         self._window_bytes: int | None = None  # unknown until the other side has answered
         self._outstanding = 0
         self._goodbye: str | None = None
@@ -74,7 +76,7 @@ class Outbox:
 
     @property
     def drained(self) -> bool:
-        """Whether everything has been sent and used by the other side, or never will be."""
+        """Whether everything has been sent and used by the other side, or never will be; background may wait."""
         with self._changed:
             waiting = self._preparing or any(lane.queue or lane.current for lane in (self._urgent, self._bulk))
             return self._aborted or not (waiting or self._outstanding)
@@ -84,7 +86,8 @@ class Outbox:
         with self._changed:
             if self._aborted or self._goodbye is not None:
                 return
-            (self._urgent if message.urgent else self._bulk).queue.append(message)
+            lane = self._urgent if message.urgent else self._background if message.background else self._bulk
+            lane.queue.append(message)
             self._changed.notify_all()
 
     def open(self, window_bytes: int) -> None:
@@ -102,8 +105,11 @@ class Outbox:
             self._changed.notify_all()
 
     def finish(self, reason: str) -> None:
-        """Send what is queued, then a goodbye, and end."""
+        """Send what is queued, background left out, then a goodbye, and end."""
         with self._changed:
+            self._background.queue.clear()
+            if self._background.current is not None and not self._background.current.number:
+                self._background.current = None
             if self._goodbye is None:
                 self._goodbye = reason
             self._changed.notify_all()
@@ -112,7 +118,7 @@ class Outbox:
         """Drop everything and end without a word."""
         with self._changed:
             self._aborted = True
-            for lane in (self._urgent, self._bulk):
+            for lane in self._lanes:
                 lane.queue.clear()
                 lane.current = None
             self._changed.notify_all()
@@ -143,11 +149,11 @@ class Outbox:
         """Wait until a lane has something to prepare or to send; None when there will be nothing more."""
         with self._changed:
             while not self._aborted:
-                for lane in (self._urgent, self._bulk):
+                for lane in self._in_turn():
                     if self._may_go(lane):
                         return lane
                 blocked = any(lane.current is not None for lane in (self._urgent, self._bulk))
-                waiting = blocked or self._urgent.queue or self._bulk.queue
+                waiting = blocked or self._urgent.queue or self._bulk.queue or self._background.current
                 if self._goodbye is not None and not waiting:
                     return None
                 began_s = time.monotonic()
@@ -155,6 +161,19 @@ class Outbox:
                 if blocked:
                     self.counters.blocked_s += time.monotonic() - began_s
             return None
+
+    @property
+    def _lanes(self) -> tuple[_Lane, ...]:
+        return self._urgent, self._bulk, self._background
+
+    def _in_turn(self) -> tuple[_Lane, ...]:
+        """Return the lanes from which the next frame may come, the first one first."""
+        begun = self._background.current
+        if begun is not None and begun.number:
+            return self._urgent, self._background
+        if self._bulk.current is not None or self._bulk.queue:
+            return self._urgent, self._bulk
+        return self._lanes
 
     def _may_go(self, lane: _Lane) -> bool:
         if self._window_bytes is None:
@@ -164,7 +183,8 @@ class Outbox:
             return bool(lane.queue)
         if current.number or current.cost == 0 or self._outstanding == 0:
             return True
-        return self._outstanding + current.cost <= self._window_bytes
+        share = self._window_bytes // 4 if current.outgoing.background else self._window_bytes
+        return self._outstanding + current.cost <= share
 
     def _prepare(self, lane: _Lane) -> None:
         with self._changed:
@@ -217,5 +237,6 @@ class Outbox:
                 return
             lane.current = None
         self.counters.messages += 1
-        self.counters.payload_bytes += len(current.payload)
+        if not current.outgoing.background:
+            self.counters.payload_bytes += len(current.payload)
         current.outgoing.sent(current.wire_bytes)

@@ -361,3 +361,37 @@ def _grpc_without_its_peer():
 def test_p1_a_peer_that_never_comes_up_is_named(build):
     with no_thread_left(), pytest.raises(UnreachableError, match="stage 1"):
         build().start(Recorder(), 0.6)
+
+
+def test_background_messages_begin_when_no_bulk_waits(lab):
+    two = lab(window_bytes=8 * MIB)
+
+    def prepare():
+        for edge in (1, 2, 3):
+            two.transports[0].send(1, outgoing(edge, bytes(MIB)))
+        two.transports[0].send(1, Outgoing(lambda: (replica(2), bytes(MIB)), background=True))
+        return replica(1), bytes(MIB)
+
+    two.transports[0].send(1, Outgoing(prepare, background=True))
+    two.recorders[1].wait_messages(5)
+    headers = [message.header for message in two.recorders[1].messages]
+    assert [one.edge for one in headers[:3]] == [1, 2, 3]
+    assert [one.micro_batch for one in headers[3:]] == [1, 2]
+    assert two.transports[0].bytes_sent() == {1: 3 * MIB}
+
+
+def test_background_messages_never_take_more_than_a_quarter_of_the_window(lab):
+    two = lab(window_bytes=8 * MIB, holding={1})
+    for _ in range(8):
+        two.transports[0].send(1, Outgoing(lambda: (replica(0), bytes(MIB)), background=True))
+    two.recorders[1].wait_messages(2)
+    two.transports[0].send(1, outgoing(1, bytes(6 * MIB)))
+    two.recorders[1].wait_messages(3)
+    assert [message.header.kind for message in two.recorders[1].messages] == [MessageKind.REPLICA] * 2 + [
+        MessageKind.ACTIVATION
+    ]
+
+
+def replica(part: int) -> MessageHeader:
+    """A part of a kept state."""
+    return MessageHeader(kind=MessageKind.REPLICA, step=1, micro_batch=part, edge=0)
