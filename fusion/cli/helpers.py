@@ -41,12 +41,20 @@ class Helpers:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, name: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Helper:
-        """Start `python -m module`; stdout and stderr go to the log."""
+    def start(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        prefix: Sequence[str] = (),
+    ) -> Helper:
+        """Start `python -m module`; stdout and stderr go to the log. `prefix`: a command that becomes the one given."""
         log = self._logs / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fusion.cli.child", module, *arguments],
+                [*prefix, sys.executable, "-m", "fusion.cli.child", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

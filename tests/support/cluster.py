@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ class KeptHelpers(Helpers):
         self.named: dict[str, Helper] = {}
         self.environments: dict[str, Mapping[str, str]] = {}
 
-    def start(self, name: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Helper:
-        self.named[name] = super().start(name, module, arguments, environment)
+    def start(self, name, module, arguments, environment, *, prefix=()) -> Helper:
+        self.named[name] = super().start(name, module, arguments, environment, prefix=prefix)
         self.environments[name] = environment
         return self.named[name]
 
