@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from fusion.base.address import join_address, split_address
-from fusion.base.clock import Clock, SystemClock
+from fusion.base.clock import Clock, process_clock
 from fusion.base.errors import ConfigError
 from fusion.observe import history
 from fusion.observe.logs import fields
@@ -31,7 +31,7 @@ from fusion_coordinator.services.control import NodeControlService
 from fusion_coordinator.services.enrolment import MAX_MESSAGE_BYTES, EnrolmentService
 from fusion_coordinator.services.guard import ErrorInterceptor
 from fusion_coordinator.services.jobs import JobsService
-from fusion_coordinator.settings import Settings
+from fusion_coordinator.settings import Settings, process_settings
 from fusion_coordinator.statedir import Config, OwnCertificate, Running, StateDir
 from fusion_coordinator.store.sqlite import SqliteStore
 from fusion_coordinator.store.thread import StoreThread
@@ -78,7 +78,7 @@ async def serve(
     address, enrol_address = listen.resolved()
     lock = StateLock(directory, lock_wait_s)
     try:
-        coordinator = Coordinator(state, config, settings or Settings(), clock or SystemClock())
+        coordinator = Coordinator(state, config, settings or process_settings(), clock or process_clock())
         await coordinator.run(address, enrol_address, started, stop)
     finally:
         lock.release()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+import msgspec
 
 from fusion.base.units import MIB
 
@@ -38,3 +41,9 @@ class Settings:
     replan_ratio: float = 1.25  #: so many times faster it must be
     replan_wins: int = 2  #: in so many looks in a row
     replan_hold_off_s: float = 60.0  #: after the job began to run, or last moved
+
+
+def process_settings() -> Settings:
+    """Return the product's settings; with FUSION_TEST=1 those that FUSION_SETTINGS (a JSON object) states differ."""
+    text = os.environ.get("FUSION_SETTINGS") if os.environ.get("FUSION_TEST") == "1" else None
+    return Settings() if text is None else msgspec.json.decode(text, type=Settings)

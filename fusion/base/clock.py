@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Protocol
 
 
@@ -29,6 +31,26 @@ class SystemClock:
 
     def wall_s(self) -> float:
         return time.time()
+
+
+class JumpingClock(SystemClock):
+    """For tests: the machine's clocks, the wall clock off by the seconds that a file holds, which may change."""
+
+    def __init__(self, offset: Path) -> None:
+        super().__init__()
+        self._offset = offset
+
+    def wall_s(self) -> float:
+        try:
+            return time.time() + float(self._offset.read_text())
+        except (OSError, ValueError):
+            return time.time()
+
+
+def process_clock() -> Clock:
+    """Return the clock of this process: the machine's, but with FUSION_TEST=1 and FUSION_CLOCK=FILE one that jumps."""
+    offset = os.environ.get("FUSION_CLOCK")
+    return JumpingClock(Path(offset)) if offset and os.environ.get("FUSION_TEST") == "1" else SystemClock()
 
 
 class ManualClock:

@@ -4,7 +4,8 @@
 
 A failpoint is NAME[@KEY=VALUE,...]:ACTION[=ARGUMENT][*TIMES]. It fires when the code reaches NAME with all the values
 that it states, once unless TIMES says otherwise ("*all": always). With FUSION_HISTORY=DIRECTORY it is counted over all
-processes, so that a stage that is done again elsewhere is not killed again.
+processes, so that a stage that is done again elsewhere is not killed again. FUSION_FAILPOINTS=@FILE stands for what is
+in the file when the process first reaches a failpoint.
 
 Actions: `kill9` and `stop` (SIGKILL and SIGSTOP to this very process), `exit` (with code 1), `sleep=SECONDS`, `hang`
 (for ever), `hold-gil=SECONDS` (no Python thread runs meanwhile), `enospc` (OSError), `oom` (MemoryError), `error`
@@ -66,7 +67,7 @@ class _Active:
 
     def __init__(self) -> None:
         text = os.environ.get("FUSION_FAILPOINTS", "") if os.environ.get("FUSION_TEST") == "1" else ""
-        self.points = parse(text)
+        self.points = parse(Path(text[1:]).read_text() if text.startswith("@") else text)
         self.fired = [0] * len(self.points)
 
     def reach(self, name: str, values: dict[str, object]) -> str:

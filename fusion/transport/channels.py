@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,6 +18,7 @@ from fusion.base.units import MIB
 from fusion.protocol.status import from_rpc_error
 from fusion.security.credentials import Credentials
 from fusion.security.tls import channel_credentials
+from fusion.transport import rpcchaos
 
 __all__ = [
     "CLIENT_OPTIONS",
@@ -116,14 +117,23 @@ def open_channel(
     address: str, credentials: Credentials, server_name: str, options: tuple[Option, ...] = CLIENT_OPTIONS
 ) -> grpc.Channel:
     """Return a channel to `address` (host:port) with mutual TLS. Close it: grpc never does by itself."""
-    return grpc.secure_channel(address, channel_credentials(credentials), options=_with_name(options, server_name))
+    channel = grpc.secure_channel(address, channel_credentials(credentials), options=_with_name(options, server_name))
+    part = rpcchaos.share()
+    return grpc.intercept_channel(channel, rpcchaos.RpcChaos(part)) if part else channel
 
 
 def open_aio_channel(
     address: str, credentials: Credentials, server_name: str, options: tuple[Option, ...] = CLIENT_OPTIONS
 ) -> grpc.aio.Channel:
     """As `open_channel`, for asyncio; call it inside the running loop."""
-    return grpc.aio.secure_channel(address, channel_credentials(credentials), options=_with_name(options, server_name))
+    part = rpcchaos.share()
+    chaos: Any = [rpcchaos.AioRpcChaos(part)] if part else None
+    return grpc.aio.secure_channel(
+        address,
+        channel_credentials(credentials),
+        options=_with_name(options, server_name),
+        interceptors=chaos,
+    )
 
 
 def backoff_s(attempt: int, first_s: float = _FIRST_BACKOFF_S, longest_s: float = _LONGEST_BACKOFF_S) -> float:

@@ -16,7 +16,7 @@ from typing import Any, assert_never
 
 from google.protobuf.message import DecodeError
 
-from fusion.base.clock import Clock, SystemClock
+from fusion.base.clock import Clock, process_clock
 from fusion.base.errors import AuthError, ConfigError, FusionError, NotFoundError, StateError, UnreachableError
 from fusion.base.ids import is_id
 from fusion.base.units import format_bytes
@@ -97,7 +97,7 @@ async def run(
     clock: Clock | None = None,
 ) -> int:
     """Run until a signal or a final refusal; return the exit code. Raises our errors for what is wrong at the start."""
-    clock = clock or SystemClock()
+    clock = clock or process_clock()
     credentials.check(clock.wall_s())
     settings.limits.check()
     with only_daemon(settings.home):

@@ -1,0 +1,248 @@
+"""A cluster whose processes fail on demand and write histories, and a job whose undisturbed run is known bit by bit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import fusion
+from fusion.base.ids import random_id
+from fusion.cli.democluster import NODE_FLOPS, NODE_MEMORY
+from fusion.cli.helpers import Helper
+from fusion.graph.partition import partition
+from fusion.job.client import Client
+from fusion.runtime.local import compute_settings, make_runners
+from fusion.security.enrolment import enrol, parse_join_string
+from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from fusion_node.stagestate import tensor_digest
+from tests.support import models
+from tests.support.chaos import COORDINATOR, Chaos
+from tests.support.cluster import Cluster, KeptHelpers, eventually
+from tests.support.validators import History, Reference
+
+MICRO_BATCHES = 4
+STEPS = 40
+PACE_S = 0.02  #: of a micro-batch on the first stage, so that a run lasts long enough to be disturbed
+
+#: Before the failpoints of a scenario: the first stage takes its time.
+PACED = f"stage.forward@stage=0:sleep={PACE_S}*all"
+
+
+class FaultHelpers(KeptHelpers):
+    """Helpers with variables of their own on top of the cluster's."""
+
+    def __init__(self, logs: Path, common: Mapping[str, str]) -> None:
+        super().__init__(logs)
+        self.common = dict(common)
+        self.own: dict[str, dict[str, str]] = {}  #: by helper's name; counts from its next start on
+
+    def start(self, name: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Helper:
+        return super().start(name, module, arguments, {**environment, **self.common, **self.own.get(name, {})})
+
+
+class FaultCluster(Cluster):
+    """As Cluster, with histories, failpoints for its workers, and with `chaos` links that fail on demand.
+
+    settings: of the coordinator, other than the product's. variables: by process name, more of its environment.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        nodes: int = 4,
+        *,
+        chaos: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Mapping[str, str]] | None = None,
+        arguments: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        super().__init__(directory, nodes)
+        self.history = directory / "history"
+        self.points = directory / "failpoints"
+        self.set_failpoints("")
+        common = {"FUSION_TEST": "1", "FUSION_HISTORY": str(self.history), "FUSION_FAILPOINTS": f"@{self.points}"}
+        if settings:
+            common["FUSION_SETTINGS"] = json.dumps(dict(settings))
+        self.helpers = FaultHelpers(directory / "logs", common)
+        self.helpers.own = {name: dict(values) for name, values in (variables or {}).items()}
+        self._demo._helpers = self.helpers
+        self._arguments = dict(arguments or {})
+        self.chaos = Chaos({COORDINATOR: self.address, **self.nodes}) if chaos else None
+        self._sizes: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> FaultCluster:
+        try:
+            self._demo.start_coordinator()
+            if self.chaos is not None:
+                self.chaos.start()
+            for name in self.nodes:
+                self.start_node(name)
+            self._demo.wait_for_nodes()
+        except BaseException:
+            self.helpers.stop()
+            raise
+        return self
+
+    def __exit__(self, *arguments: object) -> None:
+        try:
+            if self.chaos is not None:
+                self.chaos.heal()
+            super().__exit__(*arguments)
+        finally:
+            if self.chaos is not None:
+                self.chaos.close()
+
+    def start_node(self, name: str, *more: str) -> None:
+        """Join as a node, over the failing links if there are any, and start its daemon."""
+        home, address = self.directory / name, self.nodes[name]
+        arguments = ["start", "--name", name, "--home", str(home), "--listen", address, "--advertise", address]
+        arguments += ["--device", "cpu", "--threads", "1", "--speed", str(NODE_FLOPS), "--max-memory", NODE_MEMORY]
+        self._join(name, home)
+        if self.chaos is not None:
+            routes = self.directory / f"routes-{name}.json"
+            routes.write_text(json.dumps(self.chaos.routes[name]))
+            arguments += ["--routes", str(routes)]
+        arguments += [*self._arguments.get(name, ()), *more]
+        self.helpers.start(name, "fusion_node.cli", arguments, self.environment)
+
+    def _join(self, name: str, home: Path) -> None:
+        with Client(self.address, self.directory / "coordinator" / "admin") as client:
+            stub: Any = coordinator_pb2_grpc.AdminStub(client.channel)  # type: ignore[no-untyped-call]
+            request = coordinator_pb2.CreateTokenRequest(request_id=random_id("req-", 20), role="node", valid_s=600.0)
+            join_string = stub.CreateToken(request, timeout=10.0, wait_for_ready=True).join_string
+        enrol(parse_join_string(join_string), name).save(home)
+        if self.chaos is not None:
+            path = home / "identity.json"
+            identity = json.loads(path.read_text())
+            identity["coordinator"] = self.chaos.routes[name][self.address]
+            path.write_text(json.dumps(identity))
+
+    # ---- scenarios ----
+
+    def set_failpoints(self, text: str) -> None:
+        """What the workers that start from now on fail at; counted anew."""
+        self.points.write_text(text)
+        if self.history.exists():
+            for mark in self.history.glob("fired-*"):
+                mark.unlink()
+
+    def heal(self) -> None:
+        """As in Cluster, with whole links and nothing to fail at."""
+        self.set_failpoints("")
+        if self.chaos is not None:
+            self.chaos.heal()
+        for process in self.processes():
+            if process.status() == psutil.STATUS_STOPPED:
+                process.resume()
+        super().heal()
+        self._sizes = self._sizes or self._measure()
+
+    def events(self, job: str) -> History:
+        """Return the histories of all processes up to now."""
+        return History.load(self.history, job)
+
+    def validate(
+        self, run: fusion.Run, job: fusion.Job, *, last_step: int | None = None, exact: bool = True
+    ) -> History:
+        """Run the validators V1-V7 over the histories of a job; returns them."""
+        history = self.events(run.job_id)
+        history.check(reference(job.steps) if exact else None, MICRO_BATCHES, last_step)
+        return history
+
+    def finishes(self, run: fusion.Run, job: fusion.Job, within_s: float = 120.0) -> History:
+        """Wait for the job's success, and check that it was as if nothing had happened (V1-V7, and what users see)."""
+        run.wait(timeout=within_s)
+        known = reference(job.steps)
+        seen = [(step.step, step.loss) for step in run.metrics()]
+        assert seen == list(zip(range(1, job.steps + 1), known.losses, strict=True))
+        return self.validate(run, job, last_step=job.steps)
+
+    def _measure(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (process.num_fds(), process.memory_info().rss)
+            for name in self.helpers.named
+            if (process := self.process(name)).is_running()
+        }
+
+    def check_nothing_is_left(self) -> None:
+        """V8: no worker, no half-written file, and daemons and coordinator as large as they were."""
+        eventually(self._idle, "V8 all nodes are idle", 30.0)
+        left = [path for path in self.directory.rglob("*") if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
+        assert not left, f"V8 left behind: {left}"
+        for name, (fds, rss) in self._measure().items():
+            before = self._sizes.get(name)
+            if before is not None:
+                assert fds <= before[0] + 12, f"V8 {name} has {fds} descriptors, had {before[0]}"
+                assert rss <= before[1] * 1.05 + 16 * 2**20, f"V8 {name} has {rss >> 20} MiB, had {before[1] >> 20}"
+
+    @contextmanager
+    def clock_of(self, name: str) -> Iterator[Path]:
+        """Yield the file with the offset of a process's wall clock, in seconds."""
+        yield self.directory / f"clock-{name}"
+
+    def stop_process(self, name: str, *, worker: bool = False) -> psutil.Process:
+        """SIGSTOP a daemon or the coordinator with its worker, or with `worker` the worker alone; returns the first."""
+        process = self.workers()[name] if worker else self.process(name)
+        for each in [process, *([] if worker else process.children(recursive=True))]:
+            each.suspend()
+        return process
+
+    def continue_process(self, process: psutil.Process) -> None:
+        """SIGCONT to what `stop_process` stopped."""
+        for each in [*process.children(recursive=True), process]:
+            each.resume()
+
+
+def make_job(steps: int = STEPS, stages: int = 4, **settings: Any) -> fusion.Job:
+    """A transformer of 200,000 parameters with tied embeddings and dropout: strict, four micro-batches."""
+    rows = _rows()
+    torch.manual_seed(1)
+    model = models.LanguageModel(layers=4, width=64, dropout=0.1, length=16)
+    values = {"steps": steps, "batch_size": 8, "micro_batches": MICRO_BATCHES, "stages": stages, "threads": 1}
+    values |= {"determinism": "strict", "grad_clip": 1.0, "seed": 3, "planner": "equal-compute", "replan": False}
+    return fusion.Job(model, rows, fusion.AdamW(3e-3), **(values | settings))
+
+
+def _rows() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, models.VOCABULARY, (32, 17), generator=torch.Generator().manual_seed(5))
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+@cache
+def reference(steps: int = STEPS) -> Reference:
+    """Return the undisturbed run of `make_job`, computed in this process, once."""
+    losses: list[float] = []
+    digests: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        made = make_job(steps).prepare(Path(directory))
+        data = made.data.open("data")
+        with compute_settings(made.spec):
+            parts = partition(made.graph, [])
+
+            def done(metrics: Any) -> None:
+                losses.append(metrics.loss)
+                digests.append({name: tensor_digest(tensor) for name, tensor in runner.state().items()})
+
+            (runner,) = make_runners(made.spec, parts, made.tensors, data, None, done)
+            while not runner.finished:
+                runner.advance()
+    return Reference(losses, digests)
+
+
+def wait_for_step(run: fusion.Run, step: int, within_s: float = 60.0) -> None:
+    """Return once the coordinator knows that `step` is done."""
+    eventually(lambda: run.status().step >= step, f"step {step} is done ({run.status()})", within_s)
+
+
+def now_s() -> float:
+    """The clock of the histories."""
+    return time.monotonic()
