@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusion.base.errors import FusionError
+from fusion.base.errors import FusionError, UsageError
 from fusion.cli.output import json_option, print_json
 
 if TYPE_CHECKING:
     from fusion.cli.demoreport import Display, Outcome
+    from fusion.cli.helpers import Helpers
     from fusion.job.job import Job
     from fusion.job.run import Run
+    from fusion.plan.types import Cluster
     from fusion.protocol.metrics import StepMetrics
 
-DEFAULT_STEPS = {"gpt": 40, "resnet": 60}
+DEFAULT_STEPS = {"gpt": 40, "resnet": 60, "gpt-mini": 40}
+_EMULATED_STEPS = 8
+_PLANNERS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
 TERMINATED = 143
 
 
@@ -36,22 +40,40 @@ class Wishes:
     steps: int
     model: str
     wan: bool
+    cluster: Cluster | None = None  #: to be emulated, instead of `nodes` and `wan`
+    planner: str = "equal-compute"
 
 
 @click.command()
-@click.option("--nodes", default=4, show_default=True, type=click.IntRange(1, 16), help="Node daemons to start.")
-@click.option("--steps", type=click.IntRange(1, 100_000), help="Optimizer steps; default: 40 (gpt) or 60 (resnet).")
-@click.option("--model", type=click.Choice(list(DEFAULT_STEPS)), default="gpt", show_default=True)
-@click.option("--wan/--no-wan", default=True, help="Shape the links like a WAN's between three places (default).")
+@click.option("--nodes", type=click.IntRange(1, 16), help="Node daemons to start.  [default: 4]")
+@click.option(
+    "--steps", type=click.IntRange(1, 100_000), help="Optimizer steps; default: 40, 60 (resnet), 8 (--cluster)."
+)
+@click.option("--model", type=click.Choice(list(DEFAULT_STEPS)), help="Default: gpt; gpt-mini with --cluster.")
+@click.option("--wan/--no-wan", default=None, help="Shape the links like a WAN's between three places (default).")
+@click.option(
+    "--cluster", "file", type=click.Path(path_type=Path), help="TOML file of nodes and links to emulate instead."
+)
+@click.option("--planner", type=click.Choice(_PLANNERS), help="With --cluster: who plans.  [default: fusion]")
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs.")
 @json_option
-def demo(nodes: int, steps: int | None, model: str, wan: bool, keep: bool, as_json: bool) -> None:
+def demo(
+    nodes: int | None,
+    steps: int | None,
+    model: str | None,
+    wan: bool | None,
+    file: Path | None,
+    planner: str | None,
+    keep: bool,
+    as_json: bool,
+) -> None:
     """Train a model over an emulated WAN on this machine, and compare with the same job in one process.
 
     A coordinator and the nodes run as processes of their own, with mutual TLS, on loopback. They end with the demo,
-    however it ends.
+    however it ends. With --cluster the nodes stand for those of a cluster file (docs/planning.md), and the time that
+    the plan predicts is compared with what the steps take.
     """
-    wishes = Wishes(nodes, steps or DEFAULT_STEPS[model], model, wan)
+    wishes = _wishes(nodes, steps, model, wan, file, planner)
     with _terminable(), _directory(keep) as directory:
         outcome = _run(wishes, directory)
     if as_json:
@@ -59,6 +81,25 @@ def demo(nodes: int, steps: int | None, model: str, wan: bool, keep: bool, as_js
     else:
         for line in outcome.lines():
             click.echo(line)
+
+
+def _wishes(
+    nodes: int | None, steps: int | None, model: str | None, wan: bool | None, file: Path | None, planner: str | None
+) -> Wishes:
+    """Return what was asked for; UsageError for options that do not go together, ConfigError for a bad cluster file."""
+    if file is None:
+        if planner is not None:
+            raise UsageError("--planner goes with --cluster")
+        model = model or "gpt"
+        return Wishes(nodes or 4, steps or DEFAULT_STEPS[model], model, wan is not False)
+    if nodes is not None or wan is not None:
+        raise UsageError("--cluster says which nodes and links there are; leave --nodes and --wan out")
+    from fusion.cli.emulation import check_size
+    from fusion.cli.planning import read_cluster
+
+    cluster = read_cluster(file)
+    check_size(cluster)
+    return Wishes(len(cluster.nodes), steps or _EMULATED_STEPS, model or "gpt-mini", True, cluster, planner or "fusion")
 
 
 @contextmanager
@@ -93,35 +134,77 @@ def _terminable() -> Iterator[None]:
 
 
 def _run(wishes: Wishes, directory: Path) -> Outcome:
-    from fusion.cli.democluster import DemoCluster
-    from fusion.cli.demoreport import Display, Outcome, count_of
-    from fusion.cli.demowan import DemoWan
+    from fusion.cli.demoreport import Display
     from fusion.cli.helpers import Helpers
 
-    start_s, nodes = time.monotonic(), count_of(wishes.nodes, "node")
     with Display(wishes.steps) as display, Helpers(directory / "logs") as helpers:
-        display.say(f"starting a coordinator and {nodes}")
-        cluster = DemoCluster(helpers, directory, wishes.nodes)
-        wan = DemoWan(cluster.nodes, directory) if wishes.wan and wishes.nodes > 1 else None
-        if wan is not None:
-            display.say(wan.summary())
-        cluster.start_coordinator()
-        cluster.start_nodes({} if wan is None else wan.start(helpers, cluster.environment))
-        job = _make_job(wishes)  # takes as long as the nodes take to come up
-        cluster.wait_for_nodes()
-        display.say(f"capturing and submitting {job.name}")
-        with job.submit(cluster.address, cluster.credentials) as run:
-            metrics, reference = _train(job, run, display, helpers, nodes)
-            stages = run.status().stages
-        links = {} if wan is None else wan.links
-        return Outcome(wishes.model, metrics, reference, stages, links, time.monotonic() - start_s)
+        if wishes.cluster is not None:
+            return _run_emulated(wishes, wishes.cluster, directory, display, helpers)
+        return _run_here(wishes, directory, display, helpers)
+
+
+def _run_here(wishes: Wishes, directory: Path, display: Display, helpers: Helpers) -> Outcome:
+    """Train on equal nodes, and in one process meanwhile."""
+    from fusion.cli.democluster import DemoCluster
+    from fusion.cli.demoreport import Outcome, count_of
+    from fusion.cli.demowan import DemoWan
+
+    start_s, nodes = time.monotonic(), count_of(wishes.nodes, "node")
+    display.say(f"starting a coordinator and {nodes}")
+    cluster = DemoCluster(helpers, directory, wishes.nodes)
+    wan = DemoWan.of_places(cluster.nodes, directory) if wishes.wan and wishes.nodes > 1 else None
+    if wan is not None:
+        display.say(wan.summary)
+    cluster.start_coordinator()
+    cluster.start_nodes({} if wan is None else wan.start(helpers, cluster.environment))
+    job = _make_job(wishes)  # takes as long as the nodes take to come up
+    cluster.wait_for_nodes()
+    display.say(f"capturing and submitting {job.name}")
+    with job.submit(cluster.address, cluster.credentials) as run:
+        metrics, reference = _train(job, run, display, helpers, nodes)
+        stages = run.status().stages
+    links = {} if wan is None else wan.links
+    return Outcome(wishes.model, metrics, reference, stages, links, time.monotonic() - start_s)
+
+
+def _run_emulated(wishes: Wishes, file: Cluster, directory: Path, display: Display, helpers: Helpers) -> Outcome:
+    """Train on nodes that stand for those of a cluster file; one process takes its turn when they are done.
+
+    So it takes no time from them, and what the steps take is what the emulated cluster takes.
+    """
+    from fusion.cli.demoreport import Outcome, count_of
+    from fusion.cli.emulation import Emulation, Load
+
+    start_s, nodes = time.monotonic(), count_of(wishes.nodes, "node")
+    display.say(f"starting a coordinator and {nodes}")
+    emulation = Emulation(helpers, directory, file)
+    display.say(emulation.wan.summary)
+    emulation.start()
+    job = _make_job(wishes)
+    load = Load(job)
+    display.say("measuring the links")
+    cluster = emulation.wait()
+    display.say(f"submitting {job.name}")
+    with job.submit(emulation.cluster.address, emulation.cluster.credentials) as run:
+        follower = _Follower(run, lambda step: display.step(nodes, step))
+        display.begin(nodes)
+        while not follower.join_for(0.5):
+            helpers.check()
+        metrics, status = follower.result(), run.status()
+    helpers.stop()
+    display.begin("one process")
+    reference = job.run_local(lambda step: display.step("one process", step)).metrics
+    prediction = load.prediction(status, cluster, metrics)
+    seconds = time.monotonic() - start_s
+    return Outcome(wishes.model, metrics, reference, status.stages, emulation.wan.links, seconds, prediction)
 
 
 def _make_job(wishes: Wishes) -> Job:
-    from fusion.cli.models import gpt_job, resnet_job
+    from fusion.cli.models import gpt_job, mini_gpt_job, resnet_job
 
-    make = {"gpt": gpt_job, "resnet": resnet_job}[wishes.model]
-    return make(wishes.steps, determinism="strict", threads=1, stages=wishes.nodes, planner="equal-compute")
+    make = {"gpt": gpt_job, "resnet": resnet_job, "gpt-mini": mini_gpt_job}[wishes.model]
+    stages = wishes.nodes if wishes.cluster is None else 0
+    return make(wishes.steps, determinism="strict", threads=1, stages=stages, planner=wishes.planner, replan=False)
 
 
 def _train(

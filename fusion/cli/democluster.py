@@ -5,32 +5,58 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from fusion.base.errors import UnreachableError
 from fusion.base.ids import random_id
+from fusion.base.units import GIB
 from fusion.cli.helpers import Helpers, run_once
 from fusion.job.client import Client
+from fusion.plan.types import Cluster
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 START_S = 60.0
 NODE_FLOPS = 2e9  #: stated instead of measured: the demo's nodes are equal, and measuring would only take time
-NODE_MEMORY = "2GiB"
+NODE_MEMORY_BYTES = 2 * GIB
+PROBES_S = 180.0  #: at most, until all links of a cluster are measured
+_QUIET_S = 2.5  #: no figure has changed for so long: nobody measures any more
+
+
+@dataclass(frozen=True, slots=True)
+class DemoNode:
+    """A daemon to start. A job may take no more than this machine's memory, whatever the node is said to have."""
+
+    name: str
+    flops: float = NODE_FLOPS
+    memory_bytes: int = NODE_MEMORY_BYTES
+    emulated: bool = False  #: whether passes are stretched to that speed
+
+    def options(self) -> list[str]:
+        """Return the command line's part that is about the device."""
+        memory_bytes = min(self.memory_bytes, psutil.virtual_memory().total)
+        speed = ["--emulate-speed" if self.emulated else "--speed", repr(self.flops)]
+        return ["--device", "cpu", "--threads", "1", "--max-memory", str(memory_bytes), *speed]
 
 
 class DemoCluster:
     """Runs until `helpers` are stopped. Everything lies below `directory`."""
 
-    def __init__(self, helpers: Helpers, directory: Path, node_count: int) -> None:
+    def __init__(self, helpers: Helpers, directory: Path, nodes: int | Sequence[DemoNode]) -> None:
+        """`nodes`: so many equal ones, node-0 and so on, or whatever they are."""
         self._helpers, self._directory = helpers, directory
         self.environment = _environment(directory)
-        ports = free_ports(2 + node_count)
+        equal = [DemoNode(f"node-{number}") for number in range(nodes)] if isinstance(nodes, int) else nodes
+        self._made = {node.name: node for node in equal}
+        ports = free_ports(2 + len(self._made))
         self.address = f"127.0.0.1:{ports[0]}"
         self._enrol_address = f"127.0.0.1:{ports[1]}"
         #: data-plane address of each node, by its name
-        self.nodes = {f"node-{number}": f"127.0.0.1:{port}" for number, port in enumerate(ports[2:])}
+        self.nodes = {name: f"127.0.0.1:{port}" for name, port in zip(self._made, ports[2:], strict=True)}
 
     @property
     def credentials(self) -> Path:
@@ -65,8 +91,7 @@ class DemoCluster:
         with self._admin() as client:
             for name, address in self.nodes.items():
                 arguments = ["start", _join_string(client), "--name", name, "--home", str(self._directory / name)]
-                arguments += ["--listen", address, "--advertise", address, "--device", "cpu", "--threads", "1"]
-                arguments += ["--speed", str(NODE_FLOPS), "--max-memory", NODE_MEMORY]
+                arguments += ["--listen", address, "--advertise", address, *self._made[name].options()]
                 if name in routes:
                     arguments += ["--routes", str(routes[name])]
                 self._helpers.start(name, "fusion_node.cli", arguments, self.environment)
@@ -80,6 +105,26 @@ class DemoCluster:
                 if time.monotonic() > deadline_s:
                     raise UnreachableError(f"only {here} of {len(self.nodes)} nodes have registered in {START_S:.0f} s")
                 time.sleep(0.1)
+
+    def wait_for_links(self) -> Cluster:
+        """Return the cluster as the coordinator plans with it, once all links between nodes are measured.
+
+        UnreachableError if that takes more than PROBES_S. Above 16 nodes not all are measured: don't wait for that.
+        """
+        deadline_s = time.monotonic() + PROBES_S
+        seen, since_s = Cluster(()), time.monotonic()
+        with Client(self.address, self.credentials) as client:
+            while True:
+                self._helpers.check()
+                found, now_s = client.cluster(), time.monotonic()
+                if found != seen:
+                    seen, since_s = found, now_s
+                pairs, wanted = len(found.links.pairs), len(self.nodes) * (len(self.nodes) - 1)
+                if len(found.nodes) == len(self.nodes) and pairs == wanted and now_s - since_s > _QUIET_S:
+                    return found
+                if now_s > deadline_s:
+                    raise UnreachableError(f"only {pairs} of {wanted} links were measured in {PROBES_S:.0f} s")
+                time.sleep(0.25)
 
     def _admin(self) -> Client:
         return Client(self.address, self._directory / "coordinator" / "admin")

@@ -15,6 +15,7 @@ from fusion.base.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from fusion.cli.demoprediction import Prediction
     from fusion.protocol.jobstatus import StageStatus
     from fusion.protocol.metrics import StepMetrics
 
@@ -29,6 +30,7 @@ class Outcome:
     stages: Sequence[StageStatus]
     links: Mapping[tuple[str, str], str]  #: how the link from one node to another is shaped, in words
     seconds: float
+    prediction: Prediction | None = None  #: of an emulated cluster
 
     @property
     def largest_difference(self) -> float:
@@ -89,7 +91,7 @@ class Outcome:
                 | {"shaped": self.links.get((names[source], names[target]))}
                 for (source, target), count in self.link_bytes().items()
             ],
-        }
+        } | ({} if self.prediction is None else {"prediction": self.prediction.as_json()})
 
     def lines(self) -> list[str]:
         """Return the table for people."""
@@ -109,6 +111,8 @@ class Outcome:
             names = (self.stages[source].node_name, self.stages[target].node_name)
             shaped = self.links.get(names, "not shaped")
             lines.append(f"{names[0]} -> {names[1]}  {format_bytes(count):>9}  {shaped}")
+        if self.prediction is not None:
+            lines += ["", *self.prediction.lines()]
         lines += ["", f"{speed}, {format_bytes(self.bytes_per_step)} per step, {format_duration(self.seconds)} in all"]
         return lines
 

@@ -11,7 +11,8 @@ import msgspec
 from fusion.base.errors import UnreachableError
 from fusion.base.units import format_rate
 from fusion.cli.helpers import Helper, Helpers, last_line
-from fusion.cli.wan import Machine, WanConfig, default_topology
+from fusion.cli.wan import Machine, WanConfig, WanLink, default_topology
+from fusion.plan.types import Cluster, ClusterNode, Uplink, site_of
 
 _START_S = 20.0
 
@@ -23,25 +24,43 @@ class _Routes(msgspec.Struct, frozen=True):
 
 
 class DemoWan:
-    """Places for the nodes, and the links between them."""
+    """The links between the nodes, as a configuration of the relay."""
 
-    def __init__(self, nodes: Mapping[str, str], directory: Path) -> None:
-        """`nodes` are the data-plane addresses by name; files are put into `directory`."""
-        self._directory = directory
-        self._topology = default_topology(list(nodes))
-        machines = tuple(Machine(name, self._topology.place_of[name], address) for name, address in nodes.items())
-        self._config = WanConfig(self._topology.links, machines)
-        #: how the link from one node to another is shaped, in words
-        self.links = {(one, other): self._describe(one, other) for one in nodes for other in nodes if one != other}
+    def __init__(self, config: WanConfig, links: Mapping[tuple[str, str], str], summary: str, directory: Path) -> None:
+        """Files are put into `directory`; see `of_places` and `of_cluster`."""
+        self._config, self._directory = config, directory
+        self.links = links  #: how the link from one node to another is shaped, in words
+        self.summary = summary  #: all of them in one line
 
-    def _describe(self, one: str, other: str) -> str:
-        link = self._topology.link(one, other)
-        where = f"{link.source} -> {link.target}" if link.source != link.target else f"within {link.source}"
-        return f"{where}: {format_rate(link.rate_bytes_per_s)}, {2000 * link.delay_s:g} ms round trip"
+    @staticmethod
+    def of_places(nodes: Mapping[str, str], directory: Path) -> DemoWan:
+        """Spread nodes (data-plane addresses by name) over the places of the default WAN."""
+        topology = default_topology(list(nodes))
+        machines = tuple(Machine(name, topology.place_of[name], address) for name, address in nodes.items())
+        links = {}
+        for one in nodes:
+            for other in nodes:
+                if one != other:
+                    link = topology.link(one, other)
+                    where = f"{link.source} -> {link.target}" if link.source != link.target else f"within {link.source}"
+                    links[one, other] = f"{where}: {_words(link)} round trip"
+        return DemoWan(WanConfig(topology.links, machines), links, "; ".join(topology.describe()), directory)
 
-    def summary(self) -> str:
-        """Return the links between the places in one line."""
-        return "; ".join(self._topology.describe())
+    @staticmethod
+    def of_cluster(nodes: Mapping[str, str], cluster: Cluster, directory: Path) -> DemoWan:
+        """Give every pair of nodes the link that it has in `cluster`, and sites their shared uplinks."""
+        machines = tuple(Machine(name, name, address) for name, address in nodes.items())
+        pairs = [(one, other) for one in cluster.nodes for other in cluster.nodes if one is not other]
+        links = tuple(_link(cluster, one, other) for one, other in pairs)
+        words = {
+            (link.source, link.target): f"{_words(link)} round trip" if link.connects else "no link" for link in links
+        }
+        sites = len({site_of(node) for node in cluster.nodes})
+        absent = sum(not link.connects for link in links) // 2
+        summary = f"{len(nodes)} nodes at {sites} sites, {len(links) // 2 - absent} links between them"
+        if absent:
+            summary += f", {absent} pairs cannot connect"
+        return DemoWan(WanConfig(links, machines, _pipes(cluster.links.uplinks)), words, summary, directory)
 
     def start(self, helpers: Helpers, environment: Mapping[str, str]) -> dict[str, Path]:
         """Start the relay; return the file of routes for each node, by name."""
@@ -53,6 +72,30 @@ class DemoWan:
             files[name] = self._directory / f"routes-{name}.json"
             files[name].write_bytes(msgspec.json.encode(table))
         return files
+
+
+def _words(link: WanLink) -> str:
+    return f"{format_rate(link.rate_bytes_per_s)}, {2000 * link.delay_s:g} ms"
+
+
+def _link(cluster: Cluster, one: ClusterNode, other: ClusterNode) -> WanLink:
+    """A site's uplink is a pipe that all its links to other sites share."""
+    found = cluster.links.between(one, other)
+    if found is None:
+        return WanLink(one.name, other.name, 0.0, 0.0, connects=False)
+    pipes: tuple[str, ...] = ()
+    leaving, entering = site_of(one), site_of(other)
+    if leaving != entering:
+        wanted = [(leaving, "out"), (entering, "in")]
+        pipes = tuple(f"{site} {way}" for site, way in wanted if site in cluster.links.uplinks)
+    return WanLink(one.name, other.name, found.rate_bytes_per_s, found.delay_s, pipes)
+
+
+def _pipes(uplinks: Mapping[str, Uplink]) -> dict[str, float]:
+    found = {}
+    for site, uplink in uplinks.items():
+        found[f"{site} out"], found[f"{site} in"] = uplink.out_bytes_per_s, uplink.in_bytes_per_s
+    return found
 
 
 def _wait_for_routes(helpers: Helpers, relay: Helper) -> dict[str, dict[str, str]]:

@@ -153,12 +153,13 @@ def digit_images() -> tuple[np.ndarray, np.ndarray]:
     return images, digits.target[order].astype(np.int64)
 
 
-def gpt_job(steps: int, seed: int = 1, **settings: Any) -> Job:
-    """Return the demo's GPT job: about 3 million parameters, 8 micro-batches, text as bytes."""
+def gpt_job(steps: int, seed: int = 1, *, layers: int = 4, channels: int = 256, **settings: Any) -> Job:
+    """Return the demo's GPT job: about 3 million parameters unless told otherwise, 8 micro-batches, text as bytes."""
     torch.manual_seed(seed)
     block_size = 64
+    settings = {"name": "demo-gpt"} | settings
     return Job(
-        model=GPT(block_size=block_size),
+        model=GPT(block_size=block_size, layers=layers, channels=channels),
         data=TextData(standard_library_text(), block_size),
         optimizer=AdamW(1e-3, weight_decay=0.1, no_decay=("*norm*", "*.bias")),
         lr_schedule=Cosine(warmup=min(10, steps // 4), final=0.1),
@@ -167,9 +168,15 @@ def gpt_job(steps: int, seed: int = 1, **settings: Any) -> Job:
         micro_batches=8,
         grad_clip=1.0,
         seed=seed,
-        name="demo-gpt",
         **settings,
     )
+
+
+def mini_gpt_job(steps: int, seed: int = 1, **settings: Any) -> Job:
+    """Return a GPT of 12 narrow blocks: many places to cut, and 4 billion operations a step, so that a laptop can
+    stand for a dozen machines.
+    """
+    return gpt_job(steps, seed, layers=12, channels=64, name="demo-gpt-mini", **settings)
 
 
 def resnet_job(steps: int, seed: int = 1, **settings: Any) -> Job:

@@ -95,8 +95,6 @@ def plan_case(
 
 
 def _cluster(cluster_file: Path | None, live: bool, coordinator: str | None) -> Cluster:
-    from fusion.plan.cluster_file import parse_cluster
-
     if live == (cluster_file is not None):
         raise UsageError("give either --cluster FILE or --live")
     if coordinator and not live:
@@ -106,14 +104,21 @@ def _cluster(cluster_file: Path | None, live: bool, coordinator: str | None) -> 
 
         return live_cluster(coordinator)
     assert cluster_file is not None
+    return read_cluster(cluster_file)
+
+
+def read_cluster(file: Path) -> Cluster:
+    """Return the cluster of a file that --cluster names; ConfigError if it cannot be read, or is wrong."""
+    from fusion.plan.cluster_file import parse_cluster
+
     try:
-        if cluster_file.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"--cluster {cluster_file}: larger than {_MAX_FILE_BYTES} bytes; name fewer nodes")
-        return parse_cluster(cluster_file.read_text(encoding="utf-8-sig"), str(cluster_file))
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"--cluster {file}: larger than {_MAX_FILE_BYTES} bytes; name fewer nodes")
+        return parse_cluster(file.read_text(encoding="utf-8-sig"), str(file))
     except OSError as error:
-        raise ConfigError(f"--cluster {cluster_file} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"--cluster {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--cluster {cluster_file} is not text in UTF-8") from None
+        raise ConfigError(f"--cluster {file} is not text in UTF-8") from None
 
 
 def echo_table(rows: Sequence[Sequence[str]]) -> None:

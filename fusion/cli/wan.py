@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class WanLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: str  #: place
     rate_bytes_per_s: float  #: 0: not limited
     delay_s: float  #: one way
+    pipes: tuple[str, ...] = ()  #: names of shared pipes that it goes through, such as a site's uplink
+    connects: bool = True  #: False: connections between these places are refused
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +59,7 @@ class WanConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     links: tuple[WanLink, ...]
     machines: tuple[Machine, ...]
+    pipes: dict[str, float] = {}  #: bytes per second of each shared pipe, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,24 +115,40 @@ def default_topology(machines: Sequence[str]) -> Topology:
 
 
 class _Shaper:
-    """The departure times of one directed link: bytes leave one after the other, at its rate."""
+    """The departure times of one directed link, or shared pipe: bytes leave one after the other, at its rate."""
 
-    def __init__(self, link: WanLink) -> None:
-        self.rate, self.delay_s = link.rate_bytes_per_s, link.delay_s
-        self.piece_bytes = 64 * KIB if not self.rate else int(min(64 * KIB, max(4 * KIB, self.rate * 0.002)))
-        self.window_bytes = _QUEUE_BYTES + (int(self.rate * self.delay_s) if self.rate else _UNSHAPED_BYTES)
+    def __init__(self, rate_bytes_per_s: float) -> None:
+        self.rate = rate_bytes_per_s  #: 0: not limited
         self._free_at_s = 0.0
 
-    def arrival_s(self, count: int, now_s: float) -> float:
-        """Take `count` bytes onto the link; returns when the last of them comes out at the far end."""
+    def departure_s(self, count: int, now_s: float) -> float:
+        """Take `count` bytes; returns when the last of them has left."""
         if not self.rate:
-            return now_s + self.delay_s
+            return now_s
         self._free_at_s = max(self._free_at_s, now_s) + count / self.rate
-        return self._free_at_s + self.delay_s
+        return self._free_at_s
 
     def wait_s(self, now_s: float) -> float:
         """Return how long to wait until no more than the queue's bytes wait for departure."""
         return max(0.0, self._free_at_s - now_s - _QUEUE_BYTES / self.rate) if self.rate else 0.0
+
+
+class _Path:
+    """A directed link with the shared pipes that it goes through. Bytes are through when the slowest is done."""
+
+    def __init__(self, delay_s: float, shapers: Sequence[_Shaper]) -> None:
+        self._delay_s, self._shapers = delay_s, shapers
+        rate = min((shaper.rate for shaper in shapers if shaper.rate), default=0.0)
+        self.piece_bytes = 64 * KIB if not rate else int(min(64 * KIB, max(4 * KIB, rate * 0.002)))
+        self.window_bytes = _QUEUE_BYTES + (int(rate * delay_s) if rate else _UNSHAPED_BYTES)
+
+    def arrival_s(self, count: int, now_s: float) -> float:
+        """Take `count` bytes onto the link; returns when the last of them comes out at the far end."""
+        return max(shaper.departure_s(count, now_s) for shaper in self._shapers) + self._delay_s
+
+    def wait_s(self, now_s: float) -> float:
+        """Return how long to wait until no more than the queue's bytes wait for departure."""
+        return max(shaper.wait_s(now_s) for shaper in self._shapers)
 
 
 class _Pipe:
@@ -137,7 +156,7 @@ class _Pipe:
 
     def __init__(
         self,
-        shaper: _Shaper,
+        path: _Path,
         way: Way,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -145,7 +164,7 @@ class _Pipe:
     ) -> None:
         self._carried = carried
         self._way = way
-        self._shaper, self._reader, self._writer = shaper, reader, writer
+        self._path, self._reader, self._writer = path, reader, writer
         self._under_way: deque[tuple[float, bytes]] = deque()  # arrival time and bytes; none: the end
         self._held_bytes = 0
         self._changed = asyncio.Event()
@@ -167,12 +186,12 @@ class _Pipe:
         try:
             while data:
                 await asyncio.sleep(self._wait_s(loop.time()))
-                while self._held_bytes >= self._shaper.window_bytes:
+                while self._held_bytes >= self._path.window_bytes:
                     self._room.clear()
                     await self._room.wait()
-                data = await self._reader.read(self._shaper.piece_bytes)
+                data = await self._reader.read(self._path.piece_bytes)
                 self._held_bytes += len(data)
-                link = self._way if self._way.shaped else self._shaper
+                link = self._way if self._way.shaped else self._path
                 self._under_way.append((link.arrival_s(len(data), loop.time()), data))
                 self._changed.set()
         except OSError:
@@ -181,7 +200,7 @@ class _Pipe:
             raise
 
     def _wait_s(self, now_s: float) -> float:
-        return self._way.wait_s(now_s, _QUEUE_BYTES) if self._way.shaped else self._shaper.wait_s(now_s)
+        return self._way.wait_s(now_s, _QUEUE_BYTES) if self._way.shaped else self._path.wait_s(now_s)
 
     async def _deliver(self) -> None:
         loop = asyncio.get_running_loop()
@@ -208,11 +227,23 @@ class _Pipe:
 class WanRelay:
     """Relays between machines. `start` opens a listener on loopback for every pair of them, `close` ends all."""
 
-    def __init__(self, links: Sequence[WanLink], machines: Sequence[Machine]) -> None:
-        _check(links, machines)
+    def __init__(
+        self, links: Sequence[WanLink], machines: Sequence[Machine], pipes: Mapping[str, float] | None = None
+    ) -> None:
+        pipes = pipes or {}
+        _check(links, machines, pipes)
         self._machines = {machine.name: machine for machine in machines}
         self._faults = Faults(self._machines)
-        self._shapers = {(link.source, link.target): _Shaper(link) for link in links}
+        shared = {name: _Shaper(rate) for name, rate in pipes.items()}
+        self._shapers = {(link.source, link.target): _Shaper(link.rate_bytes_per_s) for link in links}
+        self._paths = {
+            (link.source, link.target): _Path(
+                link.delay_s, [self._shapers[link.source, link.target], *(shared[name] for name in link.pipes)]
+            )
+            for link in links
+        }
+        self._cut = {(link.source, link.target) for link in links if not link.connects}
+        self._refusing: list[socket.socket] = []
         self._carried: dict[tuple[str, str], int] = dict.fromkeys(self._pairs(), 0)
         self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
@@ -225,9 +256,17 @@ class WanRelay:
         """Listen, and return for each dialling machine what to dial instead of each other machine's address."""
         routes: dict[str, dict[str, str]] = {name: {} for name in self._machines}
         for dialler, target in self._pairs():
-            port = await self._listen(dialler, target)
+            places = self._machines[dialler].place, self._machines[target].place
+            port = self._refuse() if places in self._cut else await self._listen(dialler, target)
             routes[dialler][self._machines[target].address] = f"127.0.0.1:{port}"
         return routes
+
+    def _refuse(self) -> int:
+        """Return a port that refuses connections as long as the relay runs: it is bound, and nobody listens."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.bind(("127.0.0.1", 0))
+        self._refusing.append(sock)
+        return int(sock.getsockname()[1])
 
     async def _listen(self, dialler: str, target: str) -> int:
         listener = _socket(socket.AF_INET)
@@ -283,8 +322,8 @@ class WanRelay:
         def carried(count: int) -> None:
             self._carried[source, target] += count
 
-        shaper = self._shapers[self._machines[source].place, self._machines[target].place]
-        return _Pipe(shaper, self._faults.way(source, target), reader, writer, carried)
+        path = self._paths[self._machines[source].place, self._machines[target].place]
+        return _Pipe(path, self._faults.way(source, target), reader, writer, carried)
 
     def apply(self, fault: Fault) -> None:
         """Make links fail, or whole again; ConfigError for machines that there are not."""
@@ -302,6 +341,8 @@ class WanRelay:
         self._closing = True
         for server in self._servers:
             server.close()
+        for sock in self._refusing:
+            sock.close()
         tasks = list(self._connections)
         for task in tasks:
             task.cancel()
@@ -343,7 +384,14 @@ def _tune(writer: asyncio.StreamWriter) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
 
 
-def _check(links: Sequence[WanLink], machines: Sequence[Machine]) -> None:
+def _check(links: Sequence[WanLink], machines: Sequence[Machine], pipes: Mapping[str, float]) -> None:
+    for name, rate in pipes.items():
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"shared pipe {name}: rate {rate!r} bytes/s; allowed: a rate above 0")
+    for link in links:
+        for name in link.pipes:
+            if name not in pipes:
+                raise ConfigError(f"link {link.source} -> {link.target}: there is no shared pipe {name!r}")
     pairs = {(link.source, link.target) for link in links}
     for link in links:
         if not (0 <= link.rate_bytes_per_s < math.inf and 0 <= link.delay_s <= 60):
@@ -368,7 +416,7 @@ def _say(message: object) -> None:
 
 
 async def _serve(config: WanConfig) -> None:
-    relay = WanRelay(config.links, config.machines)
+    relay = WanRelay(config.links, config.machines, config.pipes)
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
