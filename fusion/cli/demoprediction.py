@@ -109,7 +109,6 @@ class Prediction:
         known = self._between(self.plan.stages[link.source].node, self.plan.stages[link.target].node)
         rate = None if known is None else known.rate_bytes_per_s
         count = link.bytes_per_step / link.ratio
-        busy_s = self._median(link.target, lambda part: _busy_s(part, link))
         return {
             "source": link.source,
             "target": link.target,
@@ -120,7 +119,7 @@ class Prediction:
             "rate_bytes_per_s": rate,
             "goodput_bytes_per_s": self._median(link.target, lambda part: _goodput(part, link)) or None,
             "predicted_s": None if rate is None else count / rate,
-            "busy_s": busy_s,
+            "busy_s": self._median(link.target, lambda part: _busy_s(part, link)) or None,
         }
 
     def _between(self, source: NodeId, target: NodeId) -> Link | None:
@@ -161,8 +160,8 @@ def _link_row(link: dict[str, Any]) -> tuple[str, ...]:
         "-" if rate is None else format_rate(rate),
         "-" if goodput is None else format_rate(goodput),
         "-" if predicted_s is None else format_duration(predicted_s),
-        format_duration(link["busy_s"]),
-        "" if predicted_s is None else _off(predicted_s, link["busy_s"]),
+        "-" if link["busy_s"] is None else format_duration(link["busy_s"]),
+        "" if predicted_s is None or link["busy_s"] is None else _off(predicted_s, link["busy_s"]),
     )
 
 

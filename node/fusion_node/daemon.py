@@ -30,6 +30,7 @@ from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
 from fusion_node import events
 from fusion_node.agent import Agent
 from fusion_node.control import Control, may_pass
+from fusion_node.emulation import as_emulated
 from fusion_node.events import Action, Assignment, Event, StageRef
 from fusion_node.hardware import Hardware, Limits, look
 from fusion_node.ipc import WorkerConfig
@@ -277,7 +278,7 @@ class Daemon:
                 request_id=str(uuid.uuid4()),
                 name=self._name,
                 address=reachability.address,
-                hardware=hardware.to_proto(),
+                hardware=as_emulated(hardware.to_proto()) if self._settings.emulate_flops else hardware.to_proto(),
                 protocol=PROTOCOL,
             )
             sent_s = self._clock.monotonic_s()
