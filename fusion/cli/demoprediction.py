@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -126,7 +126,7 @@ class Prediction:
         nodes = {node.node: node for node in self.cluster.nodes}
         return self.cluster.links.between(nodes[source], nodes[target])
 
-    def _median(self, stage: int, figure: Any) -> float:
+    def _median(self, stage: int, figure: Callable[[StageMetrics], float]) -> float:
         return median(figure(part) for step in self.steps for part in step.stages if part.stage == stage)
 
 

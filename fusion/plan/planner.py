@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fusion.base.errors import PlanError
-from fusion.base.ids import Epoch, StageIndex
 from fusion.base.units import format_bytes
 from fusion.graph.dag import Graph
 from fusion.graph.partition import partition
 from fusion.plan.chain import Chain
 from fusion.plan.codecs import NONE, parse_compression
 from fusion.plan.cost import Arrangement, Evaluation, Problem
+from fusion.plan.finals import improved, simulated_s
 from fusion.plan.layers import layered_plans
 from fusion.plan.methods import Settings, arrange, promising
 from fusion.plan.need import stage_bytes
 from fusion.plan.network import network_of
+from fusion.plan.plans import plan_of
 from fusion.plan.profile import profile_of
 from fusion.plan.timing import TimeModel
-from fusion.plan.types import Cluster, JobView, Plan, PlannedLink, PlannedStage
+from fusion.plan.types import Cluster, JobView, Plan, PlannedStage
 from fusion.plan.workload import Workload, workload_of
 
 BUDGET_S = 10.0
@@ -108,11 +107,15 @@ def plan_workload(cluster: Cluster, workload: Workload, job: JobView, options: O
     profile = profile_of(workload, job.optimizer_bytes_per_parameter, options.model, cuts=job.cuts)
     problem = Problem(profile, network_of(cluster), job)
     _check_cuts(problem)
-    found = arrange(problem, settings, _timer(options))
+    out_of_time = _timer(options)
+    found = arrange(problem, settings, out_of_time)
     if found is None:
         raise PlanError(_what_is_missing(problem, options))
+    if options.method == "fusion":
+        found = improved(problem, found, out_of_time)
     evaluation = problem.evaluate(found)
-    return Planned(_plan(problem, found, evaluation), problem, found, evaluation)
+    plan = replace(plan_of(problem, found, evaluation), step_s=simulated_s(problem, found))
+    return Planned(plan, problem, found, evaluation)
 
 
 def _check_cuts(problem: Problem) -> None:
@@ -129,47 +132,6 @@ def _timer(options: Options) -> Callable[[], bool]:
         return lambda: False
     end_s = clock_s() + options.budget_s
     return lambda: clock_s() >= end_s
-
-
-# ---- the plan ----
-
-
-def _plan(problem: Problem, found: Arrangement, evaluation: Evaluation) -> Plan:
-    job = problem.job
-    stages = tuple(_stage(problem, found, evaluation, stage) for stage in range(len(found.nodes)))
-    links = []
-    for source, target in np.argwhere(evaluation.raw_bytes + evaluation.tied_bytes > 0).tolist():
-        codec = found.codec(source, target)
-        count = evaluation.raw_bytes[source, target] * job.micro_batches + evaluation.tied_bytes[source, target]
-        seconds = float(evaluation.link_s[source, target])
-        links.append(PlannedLink(StageIndex(source), StageIndex(target), codec.name, int(count), codec.ratio, seconds))
-    return Plan(Epoch(1), stages, tuple(links), job.schedule, job.micro_batches, evaluation.step_s)
-
-
-def _stage(problem: Problem, found: Arrangement, evaluation: Evaluation, stage: int) -> PlannedStage:
-    node = problem.network.cluster.nodes[found.nodes[stage]]
-    first, end = (int(problem.profile.positions[place]) for place in found.places[stage : stage + 2])
-    return PlannedStage(
-        node.node,
-        node.name,
-        node.address,
-        node.incarnation,
-        first,
-        end,
-        _parameters(problem, first, end),
-        int(evaluation.memory_bytes[stage]),
-        float(evaluation.forward_s[stage]),
-        float(evaluation.backward_s[stage]),
-        node.memory_bytes,
-        evaluation.in_flight[stage],
-    )
-
-
-def _parameters(problem: Problem, first: int, end: int) -> int:
-    held = problem.profile.workload.held
-    return sum(
-        item.elements for item in held if item.parameter and any(first <= reader < end for reader in item.readers)
-    )
 
 
 # ---- why there is none ----
