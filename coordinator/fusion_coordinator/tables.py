@@ -39,6 +39,8 @@ def node_as_json(node: coordinator_pb2.NodeStatus) -> dict[str, Any]:
         "device_name": hardware.device_name,
         "memory_bytes": hardware.memory_bytes,
         "flops": hardware.flops,
+        "bytes_per_s": hardware.bytes_per_s or None,
+        "efficiency": dict(sorted(hardware.efficiency.items())),
         "threads": hardware.threads,
         "torch": hardware.torch_version,
         "last_heartbeat_s": node.last_heartbeat_wall_s,

@@ -36,7 +36,9 @@ class OperatorInfo:
     """What everyone must know about an operator without asking torch."""
 
     name: str  #: "aten.linear.default", "fusion.dropout.default", "python.mul"
-    cost: str  #: the rule in fusion.graph.costs that counts its floating-point operations
+    cost: (
+        str  #: its kind: names the rule in fusion.graph.costs that counts its operations, and how fast a node is at it
+    )
     returns: int = 1  #: values returned; 0: a list whose length the graph states (split, chunk, unbind)
     aliases: tuple[int, ...] = ()  #: arguments whose memory the result may share (views, and reshape-like calls)
     mutates: tuple[int, ...] = ()  #: arguments that it writes to, including batch norm's statistics

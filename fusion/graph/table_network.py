@@ -146,7 +146,7 @@ layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor?
   cudnn_enable=True) -> Tensor
 rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> Tensor
 """,
-    cost="memory",
+    cost="norm",
     shape="same",
 )
 
@@ -158,7 +158,7 @@ batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Ten
 instance_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, bool
   use_input_stats, float momentum, float eps, bool cudnn_enabled) -> Tensor
 """,
-    cost="memory",
+    cost="batch_norm",
     shape="same",
     also_mutates=(3, 4),
 )
@@ -177,8 +177,6 @@ binary_cross_entropy(Tensor self, Tensor target, Tensor? weight=None, int reduct
 binary_cross_entropy_with_logits(Tensor self, Tensor target, Tensor? weight=None, Tensor? pos_weight=None, int
   reduction=1) -> Tensor
 cosine_embedding_loss(Tensor input1, Tensor input2, Tensor target, float margin=0., int reduction=1) -> Tensor
-cross_entropy_loss(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, SymInt ignore_index=-100, float
-  label_smoothing=0.) -> Tensor
 hinge_embedding_loss(Tensor self, Tensor target, float margin=1., int reduction=1) -> Tensor
 huber_loss(Tensor self, Tensor target, int reduction=1, float delta=1.) -> Tensor
 kl_div(Tensor self, Tensor target, int reduction=1, *, bool log_target=False) -> Tensor
@@ -199,6 +197,16 @@ triplet_margin_loss(Tensor anchor, Tensor positive, Tensor negative, float margi
     cost="memory",
 )
 
+# Their exponentials take longer than the memory that they move.
+_SPECIAL = family(
+    """
+cross_entropy_loss(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, SymInt ignore_index=-100, float
+  label_smoothing=0.) -> Tensor
+glu(Tensor self, int dim=-1) -> Tensor
+""",
+    cost="special",
+)
+
 _POOLS = family(
     """
 avg_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=[0], bool ceil_mode=False, bool
@@ -207,7 +215,6 @@ avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, 
   count_include_pad=True, int? divisor_override=None) -> Tensor
 avg_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, bool
   count_include_pad=True, int? divisor_override=None) -> Tensor
-glu(Tensor self, int dim=-1) -> Tensor
 max_pool1d(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=[0], int[1] dilation=[1], bool
   ceil_mode=False) -> Tensor
 max_pool1d_with_indices(Tensor self, int[1] kernel_size, int[1] stride=[], int[1] padding=[0], int[1] dilation=[1],
@@ -219,7 +226,7 @@ max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2
 max_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool
   ceil_mode=False) -> Tensor
 """,
-    cost="memory",
+    cost="pool",
 )
 
 _ADAPTIVE_POOLS = family(
@@ -230,7 +237,7 @@ adaptive_avg_pool3d(Tensor self, SymInt[3] output_size) -> Tensor
 adaptive_max_pool1d(Tensor self, int[1] output_size) -> (Tensor, Tensor)
 adaptive_max_pool2d(Tensor self, int[2] output_size) -> (Tensor, Tensor)
 """,
-    cost="memory",
+    cost="pool",
     shape="output_size",
 )
 
@@ -278,7 +285,7 @@ feature_dropout(Tensor input, float p, bool train) -> Tensor
 rrelu(Tensor self, Scalar lower=0.125, Scalar upper=0.3333333333333333, bool training=False, Generator?
   generator=None) -> Tensor
 """,
-    cost="memory",
+    cost="random",
     shape="same",
     random=True,
     also_aliases=(0,),
@@ -286,7 +293,7 @@ rrelu(Tensor self, Scalar lower=0.125, Scalar upper=0.3333333333333333, bool tra
 
 _OURS = family(
     "dropout(Tensor input, float p, bool train) -> Tensor",
-    cost="memory",
+    cost="random",
     shape="same",
     namespace="fusion",
     random=True,
@@ -327,6 +334,7 @@ OPERATORS: tuple[OperatorInfo, ...] = (
     *_NORMS_WITH_STATISTICS,
     *_WEIGHT_NORM,
     *_LOSSES,
+    *_SPECIAL,
     *_POOLS,
     *_ADAPTIVE_POOLS,
     *_BAGS,

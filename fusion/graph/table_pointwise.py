@@ -8,35 +8,24 @@ _UNARY = family(
     """
 abs(Tensor self) -> Tensor
 add.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor
-atan(Tensor self) -> Tensor
 bitwise_and.Scalar(Tensor self, Scalar other) -> Tensor
 bitwise_not(Tensor self) -> Tensor
 bitwise_or.Scalar(Tensor self, Scalar other) -> Tensor
 ceil(Tensor self) -> Tensor
-celu(Tensor self, Scalar alpha=1.) -> Tensor
 clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor
 clamp_max(Tensor self, Scalar max) -> Tensor
 clamp_min(Tensor self, Scalar min) -> Tensor
-cos(Tensor self) -> Tensor
-cosh(Tensor self) -> Tensor
 cumprod(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor
 cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor
 div.Scalar(Tensor self, Scalar other) -> Tensor
 div.Scalar_mode(Tensor self, Scalar other, *, str? rounding_mode) -> Tensor
-elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor
 eq.Scalar(Tensor self, Scalar other) -> Tensor
-erf(Tensor self) -> Tensor
-erfc(Tensor self) -> Tensor
-exp(Tensor self) -> Tensor
-exp2(Tensor self) -> Tensor
-expm1(Tensor self) -> Tensor
 flip(Tensor self, int[] dims) -> Tensor
 floor(Tensor self) -> Tensor
 floor_divide.Scalar(Tensor self, Scalar other) -> Tensor
 fmod.Scalar(Tensor self, Scalar other) -> Tensor
 frac(Tensor self) -> Tensor
 ge.Scalar(Tensor self, Scalar other) -> Tensor
-gelu(Tensor self, *, str approximate="none") -> Tensor
 gt.Scalar(Tensor self, Scalar other) -> Tensor
 hardshrink(Tensor self, Scalar lambd=0.5) -> Tensor
 hardsigmoid(Tensor self) -> Tensor
@@ -47,23 +36,12 @@ isinf(Tensor self) -> Tensor
 isnan(Tensor self) -> Tensor
 le.Scalar(Tensor self, Scalar other) -> Tensor
 leaky_relu(Tensor self, Scalar negative_slope=0.01) -> Tensor
-log(Tensor self) -> Tensor
-log10(Tensor self) -> Tensor
-log1p(Tensor self) -> Tensor
-log2(Tensor self) -> Tensor
-log_sigmoid(Tensor self) -> Tensor
-log_softmax.int(Tensor self, int dim, ScalarType? dtype=None) -> Tensor
-logcumsumexp(Tensor self, int dim) -> Tensor
 logical_not(Tensor self) -> Tensor
-logit(Tensor self, float? eps=None) -> Tensor
 lt.Scalar(Tensor self, Scalar other) -> Tensor
-mish(Tensor self) -> Tensor
 mul.Scalar(Tensor self, Scalar other) -> Tensor
 nan_to_num(Tensor self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor
 ne.Scalar(Tensor self, Scalar other) -> Tensor
 neg(Tensor self) -> Tensor
-pow.Scalar(Scalar self, Tensor exponent) -> Tensor
-pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor
 prelu(Tensor self, Tensor weight) -> Tensor
 reciprocal(Tensor self) -> Tensor
 relu(Tensor self) -> Tensor
@@ -73,20 +51,11 @@ roll(Tensor self, SymInt[1] shifts, int[1] dims=[]) -> Tensor
 round(Tensor self) -> Tensor
 rsqrt(Tensor self) -> Tensor
 rsub.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor
-selu(Tensor self) -> Tensor
-sigmoid(Tensor self) -> Tensor
 sign(Tensor self) -> Tensor
-silu(Tensor self) -> Tensor
-sin(Tensor self) -> Tensor
-sinh(Tensor self) -> Tensor
-softmax.int(Tensor self, int dim, ScalarType? dtype=None) -> Tensor
-softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor
 softshrink(Tensor self, Scalar lambd=0.5) -> Tensor
 sqrt(Tensor self) -> Tensor
 square(Tensor self) -> Tensor
 sub.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor
-tan(Tensor self) -> Tensor
-tanh(Tensor self) -> Tensor
 threshold(Tensor self, Scalar threshold, Scalar value) -> Tensor
 tril(Tensor self, SymInt diagonal=0) -> Tensor
 triu(Tensor self, SymInt diagonal=0) -> Tensor
@@ -94,6 +63,45 @@ trunc(Tensor self) -> Tensor
 where.Scalar(Tensor condition, Scalar self, Scalar other) -> Tensor
 """,
     cost="memory",
+    shape="same",
+)
+
+# Their arithmetic, an exponential or the like, takes longer than the memory that they move.
+_SPECIAL = family(
+    """
+atan(Tensor self) -> Tensor
+celu(Tensor self, Scalar alpha=1.) -> Tensor
+cos(Tensor self) -> Tensor
+cosh(Tensor self) -> Tensor
+elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor
+erf(Tensor self) -> Tensor
+erfc(Tensor self) -> Tensor
+exp(Tensor self) -> Tensor
+exp2(Tensor self) -> Tensor
+expm1(Tensor self) -> Tensor
+gelu(Tensor self, *, str approximate="none") -> Tensor
+log(Tensor self) -> Tensor
+log10(Tensor self) -> Tensor
+log1p(Tensor self) -> Tensor
+log2(Tensor self) -> Tensor
+log_sigmoid(Tensor self) -> Tensor
+log_softmax.int(Tensor self, int dim, ScalarType? dtype=None) -> Tensor
+logcumsumexp(Tensor self, int dim) -> Tensor
+logit(Tensor self, float? eps=None) -> Tensor
+mish(Tensor self) -> Tensor
+pow.Scalar(Scalar self, Tensor exponent) -> Tensor
+pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor
+selu(Tensor self) -> Tensor
+sigmoid(Tensor self) -> Tensor
+silu(Tensor self) -> Tensor
+sin(Tensor self) -> Tensor
+sinh(Tensor self) -> Tensor
+softmax.int(Tensor self, int dim, ScalarType? dtype=None) -> Tensor
+softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor
+tan(Tensor self) -> Tensor
+tanh(Tensor self) -> Tensor
+""",
+    cost="special",
     shape="same",
 )
 
@@ -229,7 +237,7 @@ exponential_(Tensor(a!) self, float lambd=1., *, Generator? generator=None) -> T
 normal_(Tensor(a!) self, float mean=0., float std=1., *, Generator? generator=None) -> Tensor(a!)
 uniform_(Tensor(a!) self, float from=0., float to=1., *, Generator? generator=None) -> Tensor(a!)
 """,
-    cost="memory",
+    cost="random",
     shape="same",
     random=True,
 )
@@ -287,6 +295,7 @@ var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, b
 
 OPERATORS: tuple[OperatorInfo, ...] = (
     *_UNARY,
+    *_SPECIAL,
     *_BINARY,
     *_IN_PLACE,
     *_RANDOM_IN_PLACE,

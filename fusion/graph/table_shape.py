@@ -326,7 +326,7 @@ randint.low(SymInt low, SymInt high, SymInt[] size, *, ScalarType? dtype=4, Layo
 randn(SymInt[] size, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None) ->
   Tensor
 """,
-    cost="memory",
+    cost="random",
     shape="size",
     random=True,
 )
@@ -345,7 +345,7 @@ randint_like.low_dtype(Tensor self, SymInt low, SymInt high, *, ScalarType? dtyp
 randn_like(Tensor self, *, ScalarType? dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=None,
   MemoryFormat? memory_format=None) -> Tensor
 """,
-    cost="memory",
+    cost="random",
     shape="same",
     random=True,
 )
@@ -357,7 +357,7 @@ normal.float_Tensor(float mean, Tensor std, *, Generator? generator=None) -> Ten
 normal.Tensor_Tensor(Tensor mean, Tensor std, *, Generator? generator=None) -> Tensor
 randperm(SymInt n, *, ScalarType? dtype=4, Layout? layout=None, Device? device=None, bool? pin_memory=None) -> Tensor
 """,
-    cost="memory",
+    cost="random",
     random=True,
 )
 

@@ -1,7 +1,8 @@
 """Measures how fast this machine runs real operators: `python -m fusion_node.benchmark`, a process of its own.
 
 It runs the forward and backward of a transformer block (matrix products, attention, layer norm, GELU) over and over
-and counts floating-point operations as the planner's cost rules do, so that their quotient predicts step times.
+and counts floating-point operations as the planner's cost rules do, so that their quotient predicts step times; then
+each kind of operator by itself (`fusion_node.calibration`).
 The last line of its stdout is one JSON object with the fields of Measurement.
 """
 
@@ -13,12 +14,15 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LEAST_RUNS = 3
+from fusion_node.calibration import calibrate, rounds_s, wait_for
+
+BLOCK_SHARE = 0.4  #: of the time to measure; the rest is for the kinds of operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +70,15 @@ def measure_flops(device: torch.device, seconds: float, now_s: Callable[[], floa
     parameters = _parameters(block.width, device)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn((block.batch, block.length, block.width), generator=generator).to(device).requires_grad_()
-    durations: list[float] = []
-    _run(x, parameters, block.heads)  # the first run also loads kernels
-    end_s = now_s() + seconds
-    while len(durations) < LEAST_RUNS or now_s() < end_s:
-        start_s = now_s()
-        _run(x, parameters, block.heads)
-        durations.append(now_s() - start_s)
-    fastest = sorted(durations)[: (len(durations) + 1) // 2]
-    return block.flops * len(fastest) / sum(fastest)
+    (run_s,) = rounds_s([lambda: _run(x, parameters, block.heads)], seconds, now_s)
+    return block.flops / run_s
 
 
 def _run(x: Tensor, parameters: dict[str, Tensor], heads: int) -> None:
     _forward(x, parameters, heads).sum().backward()  # type: ignore[no-untyped-call]
     for value in (x, *parameters.values()):
         value.grad = None
-    if x.device.type == "cuda":
-        torch.cuda.synchronize(x.device)
-    elif x.device.type == "mps":
-        torch.mps.synchronize()
+    wait_for(x.device)
 
 
 def resolve_device(choice: str) -> torch.device:
@@ -121,12 +115,17 @@ def main() -> None:
     try:
         device = resolve_device(arguments.device)
         name, memory_bytes = describe(device)
-        flops = measure_flops(device, arguments.seconds) if arguments.seconds > 0 else 0.0
+        figures = _measure(device, arguments.seconds) if arguments.seconds > 0 else {}
     except (ValueError, RuntimeError) as error:
         print(json.dumps({"error": " ".join(str(error).split())[:400]}))
         return
-    result = {"device": str(device), "device_name": name, "device_memory_bytes": memory_bytes, "flops": flops}
-    print(json.dumps(result))
+    print(json.dumps({"device": str(device), "device_name": name, "device_memory_bytes": memory_bytes} | figures))
+
+
+def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
+    flops = measure_flops(device, BLOCK_SHARE * seconds)
+    found = calibrate(device, flops, (1 - BLOCK_SHARE) * seconds)
+    return {"flops": flops, "bytes_per_s": found.bytes_per_s, "efficiency": found.efficiency}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -18,15 +19,18 @@ import psutil
 
 from fusion.base.errors import ConfigError
 from fusion.base.units import format_bytes
+from fusion.plan.timing import EFFICIENCY
 from fusion.wire.v1 import node_pb2
 from fusion_node.ipc import one_line
 from fusion_node.supervisor import worker_environment
 
 MEMORY_SHARE = 0.8  #: of what is there, unless the owner states a limit
 BENCHMARK_COMMAND = (sys.executable, "-P", "-m", "fusion_node.benchmark")
-BENCHMARK_S = 1.5
+BENCHMARK_S = 2.0
+BENCHMARK_VERSION = 2  #: what an older one has measured is measured again
 BENCHMARK_DEADLINE_S = 120.0  #: with the import of torch on a slow disk
 MAX_FLOPS = 1e18
+UNLIMITED_BYTES_PER_S = 1e18  #: no operator takes long because of its memory
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 
 
@@ -58,6 +62,8 @@ class _Measured(msgspec.Struct, frozen=True):
     device_name: str = ""
     device_memory_bytes: int = 0
     flops: float = 0.0
+    bytes_per_s: float = 0.0
+    efficiency: dict[str, float] = {}
     error: str = ""
 
 
@@ -70,6 +76,12 @@ class Hardware:
     memory_bytes: int
     flops: float
     threads: int
+    bytes_per_s: float = 0.0  #: memory traffic of operators that only move bytes; 0: not measured
+    efficiency: Mapping[str, float] = field(default_factory=dict)  #: what each kind of operator reaches
+
+    def emulating(self) -> Hardware:
+        """Return the device that `flops` is emulated of: it is its speed, whatever the operator, and nothing else."""
+        return replace(self, bytes_per_s=UNLIMITED_BYTES_PER_S, efficiency=dict.fromkeys(EFFICIENCY, 1.0))
 
     def to_proto(self) -> node_pb2.Hardware:
         """Return the message, with the versions of what a worker here would run on."""
@@ -83,6 +95,8 @@ class Hardware:
             python_version=platform.python_version(),
             torch_version=package_version("torch"),
             package_version=package_version("fusionllm"),
+            bytes_per_s=self.bytes_per_s,
+            efficiency=self.efficiency,
         )
 
 
@@ -116,6 +130,8 @@ async def look(limits: Limits, cache: Path) -> Hardware:
         memory_bytes=limits.max_memory_bytes or int(total_bytes * MEMORY_SHARE),
         flops=limits.flops or found.flops,
         threads=threads,
+        bytes_per_s=0.0 if limits.flops else found.bytes_per_s,
+        efficiency={} if limits.flops else found.efficiency,
     )
 
 
@@ -173,7 +189,7 @@ def cpu_name() -> str:
 
 async def _cached_speed(device: str, threads: int, cache: Path) -> _Measured:
     """Return the measurement in `cache` for this device, thread count and torch version, or make it."""
-    key = f"{device} threads={threads} torch={package_version('torch')} cpu={cpu_name()}"
+    key = f"{device} threads={threads} torch={package_version('torch')} cpu={cpu_name()} v{BENCHMARK_VERSION}"
     known = _read_cache(cache)
     if key not in known:
         known[key] = await _benchmark(device, threads, BENCHMARK_S)

@@ -26,6 +26,8 @@ MAX_LOG_FILES = 20  #: of a node
 TAIL_LINES, TAIL_CHARACTERS = 3, 600  #: of the worker's stderr that go into the reason of its failure
 PIPE_LINGER_S = 2.0  #: how long to read on after the process has gone
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+#: glibc gives memory back to the system, and faults it in again, with every micro-batch: 6-9 % of a small stage's time.
+_KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 1024 * MIB, "MALLOC_MMAP_THRESHOLD_": 256 * MIB}
 _OUT_OF_MEMORY = re.compile(r"\b(MemoryError|OutOfMemoryError|out of memory|can't allocate memory)\b", re.IGNORECASE)
 
 
@@ -60,6 +62,8 @@ def worker_environment(threads: int, base: Mapping[str, str] | None = None) -> d
     """Return the environment of a worker: its thread count, and a path on which it finds this very package."""
     environment = dict(os.environ if base is None else base)
     environment.update({name: str(threads) for name in THREAD_VARIABLES})
+    for name, size in _KEPT_MEMORY.items():
+        environment.setdefault(name, str(size))
     environment["PYTHONFAULTHANDLER"] = "1"  # a crash in C code leaves its stack in the log
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     roots = [str(Path(str(package.__file__)).resolve().parents[1]) for package in (fusion, fusion_node)]

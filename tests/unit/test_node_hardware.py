@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from fusion.base.errors import ConfigError
-from fusion_node import benchmark, hardware
+from fusion.base.ids import Incarnation, NodeId
+from fusion.graph.operators import TABLE
+from fusion.plan.timing import EFFICIENCY, TimeModel
+from fusion.plan.types import ClusterNode
+from fusion.plan.workload import OperatorLoad, Workload
+from fusion_node import benchmark, calibration, hardware
 from fusion_node.hardware import Hardware, Limits, look
 
 
@@ -26,6 +31,9 @@ def test_the_speed_is_measured_once_and_remembered(tmp_path: Path, monkeypatch: 
     cache = tmp_path / "node" / "speed.json"
     first = looked(Limits(device="cpu", max_memory_bytes=2**30, threads=1), cache)
     assert 1e8 < first.flops < 1e14
+    assert 1e7 < first.bytes_per_s < 1e14
+    assert first.efficiency["memory"] == 1.0
+    assert 0.0 < first.efficiency["conv"] < 100.0
     monkeypatch.setattr(hardware, "BENCHMARK_COMMAND", ("/nonexistent",))
     assert looked(Limits(device="cpu", max_memory_bytes=2**30, threads=1), cache) == first
     with pytest.raises(ConfigError, match=r"cannot be measured: .*nonexistent.*; state it with --speed"):
@@ -53,7 +61,29 @@ def test_a_stated_speed_skips_the_measurement(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(hardware, "BENCHMARK_COMMAND", ("/nonexistent",))
     found = looked(Limits(device="cpu", max_memory_bytes=2**30, threads=2, flops=3e12), tmp_path / "speed.json")
     assert (found.device, found.memory_bytes, found.threads, found.flops) == ("cpu", 2**30, 2, 3e12)
+    assert (found.bytes_per_s, found.efficiency) == (0.0, {})
     assert not (tmp_path / "speed.json").exists()
+
+
+def test_an_emulated_device_is_its_speed_whatever_the_operator(tmp_path: Path):
+    found = looked(Limits("cpu", max_memory_bytes=2**30, threads=1, flops=2e9), tmp_path / "speed.json").emulating()
+    message = found.to_proto()
+    node = ClusterNode(
+        NodeId("n"),
+        "n",
+        "",
+        Incarnation(1),
+        1,
+        message.flops,
+        "",
+        message.bytes_per_s,
+        tuple(message.efficiency.items()),
+    )
+    kinds = ("linear", "conv", "attention", "norm")
+    load = Workload([OperatorLoad(kind, 3e6, 6e6, 5e6, 9e6) for kind in kinds], [], [], [])
+    forward, backward = load.work(TimeModel().pace_of(node), TimeModel())
+    assert forward.tolist() == pytest.approx([3e6] * 4)
+    assert backward.tolist() == pytest.approx([6e6] * 4)
 
 
 def test_memory_is_80_percent_of_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -121,6 +151,52 @@ def test_the_blocks_operations_are_those_that_torch_counts():
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         benchmark._run(x, parameters, block.heads)
     assert counter.get_total_flops() == block.flops
+
+
+SMALL = calibration.Sizes(batch=2, length=16, width=32, heads=4, channels=8, side=8)
+
+
+def samples() -> dict[str, calibration.Sample]:
+    made = [make(calibration._Maker(torch.device("cpu")), SMALL) for make in calibration._SAMPLES]
+    return {sample.kind: sample for sample in made}
+
+
+def test_samples_count_the_operations_that_torch_counts():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for kind, sample in samples().items():
+        if sample.arithmetic and kind not in ("recurrent", "attention"):  # it knows nothing of fused layers
+            with FlopCounterMode(display=False) as counter:
+                calibration._run(sample, torch.device("cpu"))
+            assert counter.get_total_flops() == sample.work, kind
+    attention = samples()["attention"]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        calibration._run(attention, torch.device("cpu"))
+    # six products without a fused kernel, which makes the scores a second time in its backward
+    assert counter.get_total_flops() * 7 == attention.work * 6
+
+
+def test_every_kind_of_operator_that_takes_time_is_calibrated():
+    found = calibration.calibrate(torch.device("cpu"), 1e9, 0.0, SMALL)
+    kinds = {info.cost for info in TABLE.values()} - {"view", "convert", "cdist"}
+    assert found.efficiency.keys() == kinds
+    assert all(share > 0 for share in found.efficiency.values())
+    assert found.efficiency["memory"] == 1.0
+    assert EFFICIENCY.keys() - found.efficiency.keys() == {"cdist"}
+
+
+def test_samples_take_turns_and_only_the_faster_half_of_their_runs_counts():
+    now_s, order = [0.0], []
+
+    def run(name: str, seconds: list[float]) -> None:
+        order.append(name)
+        now_s[0] += seconds.pop(0)
+
+    first, second = [9.0, 1.0, 5.0, 3.0, 0.5], [9.0, 2.0, 2.0, 8.0, 8.0]
+    took = calibration.rounds_s([lambda: run("a", first), lambda: run("b", second)], 25.0, lambda: now_s[0])
+    assert "".join(order) == "ababababab"
+    assert took == [(0.5 + 1.0) / 2, 2.0]
 
 
 def test_the_benchmark_prints_one_json_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
