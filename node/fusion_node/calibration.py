@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def calibrate(
     """Measure every kind in about `seconds` together; `flops` is the speed that shares are taken of."""
     sizes = sizes or (CPU_SIZES if device.type == "cpu" else ACCELERATOR_SIZES)
     samples = [make(_Maker(device), sizes) for make in _SAMPLES]
-    took_s = rounds_s([lambda sample=sample: _run(sample, device) for sample in samples], seconds, now_s)
+    took_s = rounds_s([partial(_run, sample, device) for sample in samples], seconds, now_s)
     rates = {sample.kind: sample.work / run_s for sample, run_s in zip(samples, took_s, strict=True)}
     shares = {sample.kind: rates[sample.kind] / (flops if sample.arithmetic else rates["memory"]) for sample in samples}
     return Calibration(rates["memory"], shares | {kind: shares[like] for kind, like in _SAME.items()})
@@ -105,7 +106,7 @@ def rounds_s(
 
 def _run(sample: Sample, device: torch.device) -> None:
     out = sample.forward()
-    out.backward(torch.ones_like(out))
+    torch.autograd.backward(out, torch.ones_like(out))
     for leaf in sample.leaves:
         leaf.grad = None
     wait_for(device)
