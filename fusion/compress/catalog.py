@@ -5,14 +5,17 @@ PAIR       = CODEC [ "/" CODEC ]            forward / backward; one alone serves
 
 none                  the elements as they are, with a checksum
 fp16 bf16             16 bits an element; fp16 scales the whole tensor into its range first
-fp8 int8 int4 int2    blocks of 64 elements with one bf16 step each
+fp8 int8 int6 int5    blocks of 64 elements with one bf16 step each
+int4 int3 int2        the same
 hadamard4             int4 of the Hadamard transform of each block: spreads what stands out
 topk:R                the largest elements, as many as fit into 1/R of the bytes
 adatopk:R             the largest of every 3 R, as 96 bits each: what the paper sends at a ratio of R
 mask:A/B              the largest A of every B elements; their gradient comes back on the same places, as values only
 lowrank:R             two factors of the tensor seen as a matrix, of the rank that fits into 1/R of the bytes
 
-nearest stochastic    rounding of int8, int4, int2, hadamard4. Default: stochastic for gradients and replica deltas
+nearest stochastic    rounding of int8 to int2 and hadamard4. Default: stochastic for gradients and replica deltas
+dither                the same numbers added before rounding and taken away behind it: no bias, and half the
+                      variance of stochastic. Not for topk and mask
 exact sampled         how topk and mask find their threshold. Default: sampled
 none fp16 ... int4    how topk and mask send their values. Default: int8, and int4 for the gradient of a mask
 zstd plain            try, or never try, zstd on the values. Default: where the link's measured rate makes it pay
@@ -60,6 +63,9 @@ class Values(StrEnum):
     INT4 = "int4"
     INT2 = "int2"
     HADAMARD4 = "hadamard4"
+    INT6 = "int6"
+    INT5 = "int5"
+    INT3 = "int3"
 
 
 class Kind(StrEnum):
@@ -72,11 +78,23 @@ class Kind(StrEnum):
     LOWRANK = "lowrank"
 
 
-ROUNDED = frozenset({Values.INT8, Values.INT4, Values.INT2, Values.HADAMARD4})
-BITS = {Values.FP8: 8, Values.INT8: 8, Values.INT4: 4, Values.INT2: 2, Values.HADAMARD4: 4}
+#: Bits of an element in each plane: more and less significant ones, the former alone where they are all.
+PLANES: dict[Values, tuple[int, ...]] = {
+    Values.FP8: (8,),
+    Values.INT8: (8,),
+    Values.INT6: (4, 2),
+    Values.INT5: (4, 1),
+    Values.INT4: (4,),
+    Values.INT3: (2, 1),
+    Values.INT2: (2,),
+    Values.HADAMARD4: (4,),
+}
+ROUNDED = frozenset(PLANES) - {Values.FP8}
 _SPARSE = frozenset({Kind.TOPK, Kind.MASK})
 FACTORS = Values.INT8  #: how the factors of lowrank travel
-_CHOICES = "none, fp16, bf16, fp8, int8, int4, int2, hadamard4, topk:R, adatopk:R, mask:A/B, lowrank:R"
+_CHOICES = (
+    "none, fp16, bf16, fp8, int8, int6, int5, int4, int3, int2, hadamard4, topk:R, adatopk:R, mask:A/B, lowrank:R"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +105,7 @@ class CodecSpec:
     values: Values = Values.NONE  #: how the elements that are sent are written
     ratio: float = 1.0  #: of topk, adatopk and lowrank: raw bytes over bytes on the wire
     fraction: Fraction = Fraction(1)  #: of mask: kept elements over all
-    rounding: str = "auto"  #: "auto", "nearest", "stochastic"
+    rounding: str = "auto"  #: "auto", "nearest", "stochastic", "dither"
     threshold: str = "sampled"  #: "sampled", "exact"
     lossless: str = "auto"  #: "auto", "zstd", "plain"
     error_feedback: bool = False
@@ -117,7 +135,7 @@ class CodecSpec:
         """Whether tensors of this role are rounded at random: without a bias, so that errors cancel in sums."""
         if self.values not in ROUNDED or self.rounding == "nearest":
             return False
-        return self.rounding == "stochastic" or role in (TensorRole.GRADIENT, TensorRole.REPLICA_DELTA)
+        return self.rounding != "auto" or role in (TensorRole.GRADIENT, TensorRole.REPLICA_DELTA)
 
 
 NONE = CodecSpec()
@@ -219,7 +237,7 @@ def _fraction(argument: str, text: str, field: str) -> Fraction:
 def _with_option(spec: CodecSpec, option: str, text: str, field: str) -> CodecSpec:
     allowed = {"zstd", "plain"}
     if spec.values in ROUNDED and spec.kind is not Kind.LOWRANK:
-        allowed |= {"nearest", "stochastic"}
+        allowed |= {"nearest", "stochastic"} | ({"dither"} if spec.kind is Kind.DENSE else set())
     if spec.kind in _SPARSE:
         allowed |= {"exact", "sampled", *Values}
     if spec.kind is not Kind.MASK and spec != NONE:
@@ -228,7 +246,7 @@ def _with_option(spec: CodecSpec, option: str, text: str, field: str) -> CodecSp
         raise ConfigError(f"{field}: {text[:40]!r}: option {option[:20]!r} is none of {', '.join(sorted(allowed))}")
     if option in ("zstd", "plain"):
         return replace(spec, lossless=option)
-    if option in ("nearest", "stochastic"):
+    if option in ("nearest", "stochastic", "dither"):
         return replace(spec, rounding=option)
     if option in ("exact", "sampled"):
         return replace(spec, threshold=option)
@@ -260,7 +278,10 @@ _VALUE_SPEEDS = {
     Values.BF16: (5.2e9, 5.7e9),
     Values.FP8: (2.3e9, 4.3e9),
     Values.INT8: (2.1e9, 6.2e9),
+    Values.INT6: (2.0e9, 3.0e9),
+    Values.INT5: (1.7e9, 2.5e9),
     Values.INT4: (2.2e9, 5.1e9),
+    Values.INT3: (1.7e9, 2.5e9),
     Values.INT2: (2.0e9, 4.6e9),
     Values.HADAMARD4: (1.1e9, 1.8e9),
 }
@@ -289,7 +310,7 @@ def value_sections(values: Values, count: int, item_bytes: int) -> tuple[int, ..
     if values is Values.BF16:
         return (2 * count,)
     blocks = -(-count // BLOCK)
-    return (blocks * BLOCK * BITS[values] // 8, 2 * blocks)
+    return (*(blocks * BLOCK * bits // 8 for bits in PLANES[values]), 2 * blocks)
 
 
 def frame_bytes(sections: tuple[int, ...]) -> int:

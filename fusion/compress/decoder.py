@@ -15,7 +15,7 @@ from fusion.base.layout import TensorLayout
 from fusion.compress import lowrank, raw, support
 from fusion.compress.catalog import FACTORS, FLOATS, CodecSpec, Kind, TensorRole, Values, kept_elements, matrix_shape
 from fusion.compress.frame import Buffer, FrameHeader, FrameKind, Section, open_section
-from fusion.compress.noise import Turn
+from fusion.compress.noise import Noise, Turn
 from fusion.compress.state import EdgeState, Mask
 from fusion.compress.values import as_dtype, decode_values, is_blocked, sizes
 from fusion.graph.dag import DTYPE_BYTES
@@ -35,6 +35,7 @@ class Decoder:
 
     def __init__(self, spec: CodecSpec, role: TensorRole) -> None:
         self._spec = spec
+        self._role = role
         self._masked_way_back = spec.kind is Kind.MASK and role is TensorRole.GRADIENT
         self._sparse_codec = spec.kind in (Kind.TOPK, Kind.MASK)
         self._kinds = {FrameKind.RAW} | _KINDS[spec.kind]
@@ -59,7 +60,7 @@ class Decoder:
             self._check_all_fit(header, layout)
         if self._masked_way_back:
             return self._on_mask(header, sections, layout, state, turn, device)
-        tensor, mask = self._by_kind(header.kind)(header, sections, layout, device)
+        tensor, mask = self._by_kind(header.kind)(header, sections, layout, device, turn)
         if self._spec.kind is Kind.MASK:
             state.keep_mask(turn, mask)
         return tensor
@@ -76,7 +77,7 @@ class Decoder:
         return self._lowrank if kind is FrameKind.LOWRANK else self._sparse
 
     def _dense(
-        self, header: FrameHeader, sections: list[Section], layout: TensorLayout, device: torch.device
+        self, header: FrameHeader, sections: list[Section], layout: TensorLayout, device: torch.device, turn: Turn
     ) -> tuple[torch.Tensor, Mask]:
         count = raw.payload_bytes(layout) // DTYPE_BYTES[layout.dtype]
         if header.elements != count or header.kept != count:
@@ -86,13 +87,16 @@ class Decoder:
         opened = _open_all(sections, sizes(values, count, dtype))
         place = raw.Place(layout, device, _SPARE)
         out = place.dense if dtype is torch.float32 and is_blocked(values) else None
-        flat = decode_values(values, opened, count, dtype, device, out)
+        dither = None
+        if self._spec.rounding == "dither" and header.kind is FrameKind.DENSE:
+            dither = Noise(turn.seed(self._role), count, device, dithers=True)
+        flat = decode_values(values, opened, count, dtype, device, out, dither)
         if out is None and count:
             place.fill(as_dtype(flat, dtype))
         return place.tensor, Mask(None)
 
     def _sparse(
-        self, header: FrameHeader, sections: list[Section], layout: TensorLayout, device: torch.device
+        self, header: FrameHeader, sections: list[Section], layout: TensorLayout, device: torch.device, _turn: Turn
     ) -> tuple[torch.Tensor, Mask]:
         count = _all_elements(header, layout)
         if header.kept > count or not sections:
@@ -122,7 +126,7 @@ class Decoder:
         if mask.places is None or header.kind is not FrameKind.ON_MASK:
             if header.kind is FrameKind.ON_MASK or (mask.places is not None and header.kind is FrameKind.DENSE):
                 raise WireError(f"frame: kind {header.kind.name} does not fit the mask of the tensor that was sent")
-            tensor, _ = self._dense(header, sections, layout, device)
+            tensor, _ = self._dense(header, sections, layout, device, turn)
             if mask.places is not None:
                 tensor = _kept_only(tensor, mask.places, layout)
         else:
@@ -134,7 +138,7 @@ class Decoder:
         return tensor
 
     def _lowrank(
-        self, header: FrameHeader, sections: list[Section], layout: TensorLayout, device: torch.device
+        self, header: FrameHeader, sections: list[Section], layout: TensorLayout, device: torch.device, _turn: Turn
     ) -> tuple[torch.Tensor, Mask]:
         _all_elements(header, layout)
         shape, rank = matrix_shape(layout.shape), header.kept

@@ -154,7 +154,9 @@ class Encoder:
         return self._packed(layout, header, sections, state)
 
     def _noise(self, turn: Turn, flat: torch.Tensor) -> Noise | None:
-        return Noise(turn.seed(self._role), flat.numel(), flat.device) if self._stochastic else None
+        if not self._stochastic:
+            return None
+        return Noise(turn.seed(self._role), flat.numel(), flat.device, dithers=self._spec.rounding == "dither")
 
     def _packed(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,8 @@ class Noise:
     The second half mirrors the first, so that their mean is 1/2 exactly and a tensor's errors add up to less.
     """
 
-    def __init__(self, seed: int, count: int, device: torch.device) -> None:
+    def __init__(self, seed: int, count: int, device: torch.device, *, dithers: bool = False) -> None:
+        self.dithers = dithers  #: whether the receiver takes the same numbers away again
         half = min(-(-count // BLOCK) * BLOCK, _PERIOD) // 2
         words = np.random.SFC64(seed).random_raw(half // 4).view(np.int16)
         numbers = torch.from_numpy(words).to(device).float().add_(32768.5).mul_(1 / 65536)
@@ -48,10 +50,19 @@ class Noise:
 
     def add_to(self, flat: torch.Tensor, start: int) -> None:
         """Add the numbers of elements `start` and on to `flat`, 1-D."""
+        for part, numbers in self._parts(flat, start):
+            part.add_(numbers)
+
+    def take_from(self, flat: torch.Tensor, start: int) -> None:
+        """Subtract the same numbers."""
+        for part, numbers in self._parts(flat, start):
+            part.sub_(numbers)
+
+    def _parts(self, flat: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         place = start
         while place < start + flat.numel():
             period, within = divmod(place, _PERIOD)
             part = flat[place - start : place - start + _PERIOD - within]
             first = period * _STRIDE % _SHIFTS + within
-            part.add_(self._numbers[first : first + part.numel()])
+            yield part, self._numbers[first : first + part.numel()]
             place += part.numel()

@@ -9,7 +9,7 @@ import torch
 
 from fusion.base.errors import WireError
 from fusion.compress import blocks
-from fusion.compress.catalog import BITS, BLOCK, Values, value_sections
+from fusion.compress.catalog import BLOCK, PLANES, Values, value_sections
 from fusion.compress.frame import Buffer
 from fusion.compress.noise import Noise
 from fusion.compress.raw import memory_of
@@ -31,7 +31,10 @@ def encode_values(values: Values, flat: torch.Tensor, noise: Noise | None = None
     if values is Values.FP16:
         return _encode_half(flat)
     encoded = blocks.encode_blocks(values, flat, noise)
-    return None if encoded is None else [memory_of(part.to("cpu")) for part in encoded]
+    if encoded is None:
+        return None
+    planes, steps = encoded
+    return [memory_of(part.to("cpu")) for part in (*planes, steps)]
 
 
 def decode_values(
@@ -41,11 +44,12 @@ def decode_values(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     out: torch.Tensor | None = None,
+    dither: Noise | None = None,
 ) -> torch.Tensor:
     """Return the `count` numbers (1-D) that sections of the sizes `value_sections` hold; WireError if they cannot be.
 
     They have the dtype that the kernel works in; `as_dtype` makes another. Float32 `out` is used if it is given and has
-    room for whole blocks.
+    room for whole blocks. `dither`: what was added before rounding and shall be taken away.
     """
     if values is Values.NONE:
         return _over(sections[0], dtype, device)
@@ -59,8 +63,9 @@ def decode_values(
     padded = -(-count // BLOCK) * BLOCK
     if out is None or out.numel() < padded:
         out = torch.empty(padded, device=device)
-    codes = _over(sections[0], torch.uint8, device)
-    blocks.decode_blocks(values, codes, _over(sections[1], torch.bfloat16, device), out[:padded])
+    *planes, steps = sections
+    codes = [_over(plane, torch.uint8, device) for plane in planes]
+    blocks.decode_blocks(values, codes, _over(steps, torch.bfloat16, device), out[:padded], dither)
     return out[:count]
 
 
@@ -81,7 +86,7 @@ def sizes(values: Values, count: int, dtype: torch.dtype) -> tuple[int, ...]:
 
 def is_blocked(values: Values) -> bool:
     """Whether `values` writes whole blocks of 64, so that decoding wants room for them."""
-    return values in BITS
+    return values in PLANES
 
 
 def _encode_half(flat: torch.Tensor) -> list[Buffer] | None:

@@ -17,12 +17,13 @@ from fusion.compress.raw import layout_of
 from fusion.compress.state import EdgeState
 from tests.support.compress import TURN, Edge, resealed, spec_of
 
-DENSE = ["none", "fp16", "bf16", "fp8", "int8", "int4", "int2", "hadamard4"]
-ROUNDED = ["int8", "int4", "int2", "hadamard4"]
+DENSE = ["none", "fp16", "bf16", "fp8", "int8", "int6", "int5", "int4", "int3", "int2", "hadamard4"]
+ROUNDED = ["int8", "int6", "int5", "int4", "int3", "int2", "hadamard4"]
 SPARSE = ["topk:8", "topk:30+int4", "topk:5+exact+fp16", "topk:2", "adatopk:4", "mask:1/8", "mask:3/8+exact+fp16"]
 CODECS = [
     *DENSE,
     *(f"{name}+stochastic" for name in ROUNDED),
+    *(f"{name}+dither" for name in ROUNDED),
     *(f"{name}+zstd" for name in DENSE),
     *SPARSE,
     "lowrank:6",
@@ -84,11 +85,12 @@ def dtype_error(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double().abs() * max(about.eps, 2.0**-23) + about.tiny
 
 
-def bound(values: str, sent: torch.Tensor, stochastic: bool) -> torch.Tensor:
+def bound(values: str, sent: torch.Tensor, rounding: str) -> torch.Tensor:
     """Return the largest error of each element of a flat double tensor, from the documented steps alone."""
     blocks = blocks_of(sent)
     largest = blocks.abs().amax(1, keepdim=True).expand(blocks.shape).reshape(-1)[: sent.numel()]
-    part = 1.0 if stochastic else 0.5
+    part = 1.0 if rounding == "stochastic" else 0.5  # of a step, which is the largest element over the largest code
+    spare = 0.5 if rounding == "dither" else 0.0
     step = largest * (1 + 2**-7)
     tiny = 2.0**-100
     return {
@@ -96,9 +98,12 @@ def bound(values: str, sent: torch.Tensor, stochastic: bool) -> torch.Tensor:
         "fp16": sent.abs() * 2**-11 + sent.abs().amax() * 2**-38,
         "bf16": sent.abs() * 2**-8 + 1e-38,
         "fp8": sent.abs() * 2**-4 * 1.01 + step / 448 * 2**-9 + tiny,
-        "int8": part * step / 127 * 1.001 + tiny,
-        "int4": part * step / 7 * 1.001 + tiny,
-        "int2": step / (1.5 if stochastic else 1.0) * 1.001 + tiny,  # nearest clips what stands out
+        "int8": part * step / (127 + spare) * 1.001 + tiny,
+        "int6": part * step / (31 + spare) * 1.001 + tiny,
+        "int5": part * step / (15 + spare) * 1.001 + tiny,
+        "int4": part * step / (7 + spare) * 1.001 + tiny,
+        "int3": part * step / (3 + spare) * 1.001 + tiny,
+        "int2": step * (part / 1.5 if rounding else 1.0) * 1.001 + tiny,  # nearest clips what stands out
     }[values]
 
 
@@ -114,15 +119,16 @@ def test_dense_codecs_keep_every_element_within_their_bound(name: str, sent: tor
     back = arrived.permute(order).as_strided(flat.shape, arrived.permute(order).stride()).reshape(-1).double()
     flat = flat.reshape(-1)
     error = (back - flat.double()).abs()
-    values = name.split("+", maxsplit=1)[0]
+    values, *options = name.split("+")
+    rounding = next((option for option in options if option in ("stochastic", "dither")), "")
     if parse(frame.payload)[0].kind is FrameKind.RAW:
         assert not error.any()
     elif values == "hadamard4":
-        part = 2.0 if "stochastic" in name else 1.0
+        part = 2.0 if rounding == "stochastic" else 1.0
         limit = part * 0.5 * 8 * 1.01 / 7 * blocks_of(flat.double()).norm(dim=1)
         assert (blocks_of(error).norm(dim=1) <= limit + blocks_of(dtype_error(flat)).norm(dim=1)).all()
     else:
-        assert (error <= bound(values, flat.double(), "stochastic" in name) + dtype_error(flat)).all()
+        assert (error <= bound(values, flat.double(), rounding) + dtype_error(flat)).all()
 
 
 @settings(deadline=None, max_examples=150)

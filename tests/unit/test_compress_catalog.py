@@ -33,6 +33,8 @@ NAMES = [
     "fp8",
     "int8+stochastic",
     "int4+nearest+zstd+ef",
+    "int5",
+    "int3+dither",
     "int2",
     "hadamard4",
     "topk:100",
@@ -78,7 +80,7 @@ def test_a_mask_alone_sends_its_gradient_as_int4_on_the_mask() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "int3", "int33", "int0", "int8:2", "topk", "topk:", "topk:100:1", "INT8", "int8 ", "gzip", "mask", "none:1"],
+    ["", "int7", "int33", "int0", "int8:2", "topk", "topk:", "topk:100:1", "INT8", "int8 ", "gzip", "mask", "none:1"],
 )
 def test_b6_an_unknown_codec_lists_the_choices(text: str) -> None:
     with pytest.raises(ConfigError, match=r"codec: .*(none, fp16, bf16, fp8|needs a)"):
@@ -150,7 +152,15 @@ def test_what_is_no_float_or_too_small_costs_what_it_costs_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("none", 1), ("bf16", 2), ("int8", 32 / 8.25), ("int4", 32 / 4.25), ("int2", 32 / 2.25), ("adatopk:100", 100)],
+    [
+        ("none", 1),
+        ("bf16", 2),
+        ("int8", 32 / 8.25),
+        ("int6", 32 / 6.25),
+        ("int3", 32 / 3.25),
+        ("int2", 32 / 2.25),
+        ("adatopk:100", 100),
+    ],
 )
 def test_ratios_of_large_tensors(name: str, expected: float) -> None:
     assert ratio(parse_codec(name)) == pytest.approx(expected, rel=5e-3)

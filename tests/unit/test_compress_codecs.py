@@ -17,7 +17,7 @@ from fusion.compress.noise import Turn
 from fusion.compress.state import EdgeState
 from tests.support.compress import TURN, Edge, one_way, spec_of
 
-DENSE = ["fp16", "bf16", "fp8", "int8", "int4", "int2", "hadamard4"]
+DENSE = ["fp16", "bf16", "fp8", "int8", "int6", "int5", "int4", "int3", "int2", "hadamard4"]
 ALL = [*DENSE, "none", "topk:10", "topk:10+exact+int4", "adatopk:10", "mask:1/4", "lowrank:8"]
 
 
@@ -39,7 +39,10 @@ def relative(sent: torch.Tensor, arrived: torch.Tensor) -> float:
         ("bf16", 1.8e-3, 1.5e-3),
         ("fp8", 0.027, 0.022),
         ("int8", 0.0066, 0.0052),
+        ("int6", 0.027, 0.022),
+        ("int5", 0.055, 0.045),
         ("int4", 0.12, 0.095),
+        ("int3", 0.28, 0.23),
         ("int2", 0.36, 0.33),
         ("hadamard4", 0.12, 0.095),
         ("mask:1/8+exact+fp16", 0.711, 0.700),
@@ -55,7 +58,7 @@ def test_the_error_on_normal_numbers_is_what_theory_says(name: str, largest: flo
 def test_int8_codes_and_steps_are_those_computed_by_hand() -> None:
     block = torch.zeros(64)
     block[:4] = torch.tensor([127.0, -63.0, 0.6, 0.4])  # largest 127: the step is 1
-    codes, steps = encode_blocks(Values.INT8, block, None)
+    (codes,), steps = encode_blocks(Values.INT8, block, None)
     assert steps.tolist() == [1.0]
     assert codes.view(torch.int8)[:5].tolist() == [127, -63, 1, 0, 0]
 
@@ -63,16 +66,37 @@ def test_int8_codes_and_steps_are_those_computed_by_hand() -> None:
 def test_int4_codes_lie_in_pairs_the_first_in_the_low_half() -> None:
     block = torch.zeros(64)
     block[:4] = torch.tensor([7.0, -7.0, 1.0, 2.0])
-    codes, steps = encode_blocks(Values.INT4, block, None)
+    (codes,), steps = encode_blocks(Values.INT4, block, None)
     assert steps.tolist() == [1.0]
     assert codes[:3].tolist() == [0x97, 0x21, 0x00]  # -7 is 9 in four bits
 
 
 def test_int2_codes_lie_in_fours_the_first_lowest() -> None:
     block = torch.tensor([3.0, 1.0, -1.0, -3.0] * 16)
-    codes, steps = encode_blocks(Values.INT2, block, None)
+    (codes,), steps = encode_blocks(Values.INT2, block, None)
     assert steps.float().item() == pytest.approx(2 * 0.9957 * 1.2533, rel=2**-7)
     assert codes.tolist() == [0b00_01_10_11] * 16
+
+
+@pytest.mark.parametrize(
+    ("values", "numbers", "planes"),
+    [
+        # 30 = 0111_10, -31 = 1000_01, 1 = 0000_01, 31 = 0111_11
+        (Values.INT6, [30.0, -31.0, 1.0, 31.0], ([0x87, 0x70], [0b11_01_01_10])),
+        # 14 = 0111_0, -15 = 1000_1, 1 = 0000_1, 15 = 0111_1
+        (Values.INT5, [14.0, -15.0, 1.0, 15.0], ([0x87, 0x70], [0b1110])),
+        # 2 = 01_0, -3 = 10_1, 1 = 00_1, 3 = 01_1
+        (Values.INT3, [2.0, -3.0, 1.0, 3.0], ([0b01_00_10_01], [0b1110])),
+    ],
+)
+def test_odd_numbers_of_bits_lie_in_two_planes_the_higher_bits_first(values, numbers, planes) -> None:
+    block = torch.zeros(64)
+    block[:4] = torch.tensor(numbers)
+    found, steps = encode_blocks(values, block, None)
+    assert steps.tolist() == [1.0]
+    for plane, expected in zip(found, planes, strict=True):
+        assert plane[: len(expected)].tolist() == expected
+        assert not plane[len(expected) :].any()
 
 
 def test_a_step_is_rounded_up_so_that_no_element_is_clipped() -> None:
@@ -85,7 +109,7 @@ def test_a_step_is_rounded_up_so_that_no_element_is_clipped() -> None:
 def test_fp8_is_torchs_own_e4m3_of_the_scaled_numbers() -> None:
     sent = normal(1 << 16) * torch.logspace(-6, 6, 1 << 10).repeat_interleave(64)
     frame, arrived = one_way("fp8", sent)
-    codes, steps = encode_blocks(Values.FP8, sent, None)
+    (codes,), steps = encode_blocks(Values.FP8, sent, None)
     expected = codes.view(torch.float8_e4m3fn).float() * steps.float().repeat_interleave(64)
     assert torch.equal(arrived, expected)
     assert len(frame.payload) == 40 + 32 + (1 << 16) + 2 * (1 << 10)
@@ -97,7 +121,7 @@ def test_zeros_arrive_as_exact_zeros(name: str) -> None:
     assert torch.equal(arrived, torch.zeros(40, 50))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "hadamard4", "fp8", "fp16", "bf16"])
+@pytest.mark.parametrize("name", ["int8", "int6", "int5", "int4", "int3", "hadamard4", "fp8", "fp16", "bf16"])
 def test_zeros_among_others_stay_zeros_where_a_code_means_zero(name: str) -> None:
     sent = torch.relu(normal(64, 64))
     sent[10:20] = 0
@@ -121,10 +145,12 @@ def test_the_error_does_not_depend_on_the_scale(name: str, scale: float) -> None
     assert relative(sent * scale, scaled) == pytest.approx(relative(sent, plain), rel=0.05, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["int8+stochastic", "int4+stochastic", "int2+stochastic", "hadamard4+stochastic"])
-def test_stochastic_rounding_is_right_in_the_mean_and_nearest_is_not(name: str) -> None:
+@pytest.mark.parametrize("rounding", ["stochastic", "dither"])
+@pytest.mark.parametrize("values", ["int8", "int6", "int5", "int4", "int3", "int2", "hadamard4"])
+def test_rounding_at_random_is_right_in_the_mean_and_nearest_is_not(values: str, rounding: str) -> None:
+    name = f"{values}+{rounding}"
     sent = normal(16, 256)
-    rounds = 400
+    rounds = 200
 
     def mean(codec_name: str) -> torch.Tensor:
         codec = Codec(parse_codec(codec_name), TensorRole.ACTIVATION)
@@ -136,9 +162,26 @@ def test_stochastic_rounding_is_right_in_the_mean_and_nearest_is_not(name: str) 
         return total / rounds
 
     once = relative(sent, one_way(name, sent)[1])
-    assert relative(sent, mean(name)) < 1.2 * once / rounds**0.5
-    nearest = name.replace("stochastic", "nearest")
+    assert relative(sent, mean(name)) < 1.3 * once / rounds**0.5
+    nearest = f"{values}+nearest"
     assert relative(sent, mean(nearest)) == pytest.approx(relative(sent, one_way(nearest, sent)[1]), rel=1e-3)
+
+
+@pytest.mark.parametrize(("values", "spare"), [("int8", 1 / 127), ("int4", 1 / 14), ("int3", 1 / 6), ("int2", 0.0)])
+def test_dither_has_half_the_variance_of_stochastic_rounding_and_half_a_step_more_room(values, spare) -> None:
+    sent = normal(64, 1024)
+    stochastic = relative(sent, one_way(f"{values}+stochastic", sent)[1])
+    dither = relative(sent, one_way(f"{values}+dither", sent)[1])
+    assert dither == pytest.approx(stochastic / 2**0.5 / (1 + spare), rel=0.02)
+
+
+def test_an_elements_error_under_dither_does_not_depend_on_its_size() -> None:
+    sent = torch.full((256, 64), 0.01)
+    sent[:, 0] = 7.5  # a step of 1: all others would become zero
+    _, arrived = one_way("int4+dither", sent)
+    error = (arrived - sent)[:, 1:]
+    assert error.std().item() == pytest.approx(12**-0.5, rel=0.02)
+    assert error.abs().max().item() < 0.51
 
 
 def test_noise_of_a_long_tensor_is_not_repeated_at_the_same_feature() -> None:
