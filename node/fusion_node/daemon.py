@@ -294,8 +294,7 @@ class Daemon:
     async def _prepare(self) -> tuple[Hardware, Reachability]:
         """Find out once what to register with. UnreachableError while the coordinator is away."""
         if self._hardware is None:
-            hardware = await look(self._settings.limits, self._settings.home / "speed.json")
-            self._hardware = hardware = hardware.emulating() if self._settings.emulate_flops else hardware
+            self._hardware = hardware = await look(self._settings.limits, self._settings.home / "speed.json")
             speed = f"{hardware.flops / 1e9:.1f} GFLOP/s"
             log.info(
                 f"device {hardware.device} ({hardware.device_name})",

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +19,6 @@ import psutil
 
 from fusion.base.errors import ConfigError
 from fusion.base.units import format_bytes
-from fusion.plan.timing import EFFICIENCY
 from fusion.wire.v1 import node_pb2
 from fusion_node.ipc import one_line
 from fusion_node.supervisor import worker_environment
@@ -30,7 +29,6 @@ BENCHMARK_S = 2.0
 BENCHMARK_VERSION = 2  #: what an older one has measured is measured again
 BENCHMARK_DEADLINE_S = 120.0  #: with the import of torch on a slow disk
 MAX_FLOPS = 1e18
-UNLIMITED_BYTES_PER_S = 1e18  #: no operator takes long because of its memory
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 
 
@@ -78,10 +76,6 @@ class Hardware:
     threads: int
     bytes_per_s: float = 0.0  #: memory traffic of operators that only move bytes; 0: not measured
     efficiency: Mapping[str, float] = field(default_factory=dict)  #: what each kind of operator reaches
-
-    def emulating(self) -> Hardware:
-        """Return the device that `flops` is emulated of: it is its speed, whatever the operator, and nothing else."""
-        return replace(self, bytes_per_s=UNLIMITED_BYTES_PER_S, efficiency=dict.fromkeys(EFFICIENCY, 1.0))
 
     def to_proto(self) -> node_pb2.Hardware:
         """Return the message, with the versions of what a worker here would run on."""

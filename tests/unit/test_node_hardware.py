@@ -18,6 +18,7 @@ from fusion.plan.timing import EFFICIENCY, TimeModel
 from fusion.plan.types import ClusterNode
 from fusion.plan.workload import OperatorLoad, Workload
 from fusion_node import benchmark, calibration, hardware
+from fusion_node.emulation import as_emulated
 from fusion_node.hardware import Hardware, Limits, look
 
 
@@ -66,8 +67,8 @@ def test_a_stated_speed_skips_the_measurement(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_emulated_device_is_its_speed_whatever_the_operator(tmp_path: Path):
-    found = looked(Limits("cpu", max_memory_bytes=2**30, threads=1, flops=2e9), tmp_path / "speed.json").emulating()
-    message = found.to_proto()
+    found = looked(Limits("cpu", max_memory_bytes=2**30, threads=1, flops=2e9), tmp_path / "speed.json")
+    message = as_emulated(found.to_proto())
     node = ClusterNode(
         NodeId("n"),
         "n",
