@@ -120,7 +120,7 @@ class StageRunner:
         """`coder` is that of the outbox: what it keeps between steps is the stage's state."""
         self._job = job
         self._coder = coder
-        self._pace = pace
+        self.pace = pace  #: of an emulated device; may be changed while it runs, from any thread
         self._partition = partition
         self.executor = executor
         self.stage = executor.stage
@@ -301,9 +301,10 @@ class StageRunner:
 
     def _stretch(self, begin_s: float, micro_batch: int, which: Literal["forward_s", "backward_s"]) -> None:
         """On an emulated device: wait until the pass that began at `begin_s` has taken as long as it would there."""
-        if self._pace is not None:
+        pace = self.pace
+        if pace is not None:
             sizes = self._batches.sizes
-            left_s = begin_s + getattr(self._pace, which) * sizes[micro_batch] / sizes[0] - time.perf_counter()
+            left_s = begin_s + getattr(pace, which) * sizes[micro_batch] / sizes[0] - time.perf_counter()
             if left_s > 0:
                 time.sleep(left_s)
 

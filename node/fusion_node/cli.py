@@ -112,6 +112,23 @@ def start(join_string: str | None, name: str | None, home: Path | None, **option
     raise click.exceptions.Exit(code)
 
 
+@cli.command("emulate-speed")
+@click.argument("speed", metavar="FLOPS")
+@_home_option
+def emulate_speed(speed: str, home: Path | None) -> None:
+    """Lab: change the speed that the running node emulates, such as 500G; its worker obeys at once.
+
+    The node must have been started with --emulate-speed. The coordinator is not told, it has to find out.
+    """
+    from fusion_node.hardware import MAX_FLOPS
+    from fusion_node.localport import EmulateSpeed, ask
+
+    flops = parse_flops("FLOPS", speed)
+    if not 0 < flops <= MAX_FLOPS:
+        raise ConfigError(f"FLOPS: {speed} is not in 1..{MAX_FLOPS:.0e} operations per second")
+    click.echo(ask(_home(home), EmulateSpeed(flops)))
+
+
 @cli.command()
 @_node_options
 @_home_option

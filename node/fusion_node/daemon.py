@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from fusion.base.clock import Clock, process_clock
 from fusion.base.errors import AuthError, ConfigError, FusionError, NotFoundError, StateError, UnreachableError
 from fusion.base.ids import is_id
-from fusion.base.units import format_bytes
+from fusion.base.units import format_bytes, format_flops
 from fusion.observe import history
 from fusion.observe.doctor import CLOCK_WARN_S, diagnose_server
 from fusion.observe.logs import fields
@@ -34,6 +34,7 @@ from fusion_node.emulation import as_emulated
 from fusion_node.events import Action, Assignment, Event, StageRef
 from fusion_node.hardware import Hardware, Limits, look
 from fusion_node.ipc import WorkerConfig
+from fusion_node.localport import EmulateSpeed, listening
 from fusion_node.outbox import Outbox
 from fusion_node.probes import ProbePort, measure
 from fusion_node.reachability import DEFAULT_LISTEN, NotReachableError, Reachability, find_out
@@ -117,6 +118,7 @@ class Daemon:
         self._name = settings.name or credentials.name
         self._agent = Agent(credentials.cluster, credentials.identity)
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self._emulate_flops = settings.emulate_flops
         self._supervisor = Supervisor(settings.home / "logs", self._events.put_nowait, worker_command)
         self._outbox = Outbox(self._name, clock)
         self._control = Control(credentials)
@@ -143,7 +145,10 @@ class Daemon:
                 "renewal",
             )
             self._do(self._agent.start())
-            return await self._obey()
+            if not self._settings.emulate_flops:
+                return await self._obey()
+            async with listening(self._settings.home, self._local_request):
+                return await self._obey()
         finally:
             await self._close()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -196,6 +201,13 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_S)
             self._events.put_nowait(events.Tick())
+
+    def _local_request(self, request: EmulateSpeed) -> str:
+        """Change the emulated speed at once. The coordinator is not told: it finds out, as with a real device."""
+        before, self._emulate_flops = self._emulate_flops, request.flops
+        self._supervisor.emulate(request.flops)
+        log.warning("emulates another speed", extra=fields(before=before, now=request.flops))
+        return f"{self._name} emulates {format_flops(request.flops)}, before {format_flops(before)}"
 
     # ---- what the agent wants ----
 
@@ -250,7 +262,7 @@ class Daemon:
             threads=_job_threads(assignment.payload) or self._hardware.threads,
             memory_limit_bytes=self._hardware.memory_bytes,
             allow_data=tuple(str(path) for path in settings.allow_data),
-            emulate_flops=settings.emulate_flops,
+            emulate_flops=self._emulate_flops,
             routes=settings.routes,
         )
         name = f"worker-{ref.job}-e{ref.epoch}-s{ref.stage}"

@@ -58,6 +58,12 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
     """End at the next step's end, alike on all stages, and say "held". For the worker of stage 0."""
 
 
+class Emulate(msgspec.Struct, frozen=True, tag="emulate"):
+    """Lab only: stand for a device of another speed from now on."""
+
+    flops: float
+
+
 class StageStateReport(msgspec.Struct, frozen=True, tag="state"):
     """The stage has come into a state. After a terminal one the worker ends."""
 
@@ -120,7 +126,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     micro_batches: Count  #: passes of micro-batches done so far, forward and backward; it only grows
 
 
-Command = Stop | Hold
+Command = Stop | Hold | Emulate
 Report = StageStateReport | StepReport | LogEntry | Progress
 
 
@@ -208,13 +214,24 @@ class WorkerChannel:
         on_stop: Callable[[str], None],
         on_orphaned: Callable[[], None] = exit_orphaned,
         on_hold: Callable[[], None] = lambda: None,
+        on_emulate: Callable[[float], None] = lambda _flops: None,
     ) -> None:
         """Start two daemon threads: one waits for commands, one sends signs of life every PROGRESS_INTERVAL_S.
 
-        `on_stop(reason)` and `on_hold()` are called on the first one's thread for a Stop and a Hold; `on_orphaned()`
-        once the daemon is gone.
+        `on_stop(reason)`, `on_hold()` and `on_emulate(flops)` are called on the first one's thread for the commands of
+        these names; `on_orphaned()` once the daemon is gone.
         """
-        arguments = (on_stop, on_orphaned, on_hold)
+
+        def obey(command: Command) -> None:
+            match command:
+                case Stop():
+                    on_stop(command.reason)
+                case Hold():
+                    on_hold()
+                case Emulate():
+                    on_emulate(command.flops)
+
+        arguments = (obey, on_stop, on_orphaned)
         threading.Thread(target=self._watch, args=arguments, name="ipc-commands", daemon=True).start()
         threading.Thread(target=self._beat, name="ipc-progress", daemon=True).start()
 
@@ -245,15 +262,11 @@ class WorkerChannel:
         self._closed.set()
 
     def _watch(
-        self, on_stop: Callable[[str], None], on_orphaned: Callable[[], None], on_hold: Callable[[], None]
+        self, obey: Callable[[Command], None], on_stop: Callable[[str], None], on_orphaned: Callable[[], None]
     ) -> None:
         for line in self._lines:
             try:
-                command = decode_command(line)
-                if isinstance(command, Stop):
-                    on_stop(command.reason)
-                else:
-                    on_hold()
+                obey(decode_command(line))
             except WireError as error:
                 on_stop(str(error))
         if not self._closed.is_set():

@@ -18,7 +18,18 @@ import fusion_node
 from fusion.base.errors import WireError
 from fusion.base.units import MIB
 from fusion_node.events import WorkerExited, WorkerReported
-from fusion_node.ipc import MAX_LINE_BYTES, Cause, Hold, LogEntry, Stop, WorkerConfig, decode_report, encode, one_line
+from fusion_node.ipc import (
+    MAX_LINE_BYTES,
+    Cause,
+    Emulate,
+    Hold,
+    LogEntry,
+    Stop,
+    WorkerConfig,
+    decode_report,
+    encode,
+    one_line,
+)
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "fusion_node.worker")
 MAX_LOG_BYTES = 8 * MIB  #: of one file; a worker has at most two, the older ends in ".1"
@@ -116,6 +127,7 @@ class Supervisor:
         self._timers: list[asyncio.TimerHandle] = []
         self._task: asyncio.Task[None] | None = None
         self._early_stops: list[tuple[str, float, bool]] = []  #: asked for while the process was being made
+        self._early_emulation: Emulate | None = None  #: likewise
 
     @property
     def pid(self) -> int | None:
@@ -130,6 +142,7 @@ class Supervisor:
         if self._task is not None and not self._task.done():
             raise RuntimeError("a worker is still running")
         self._early_stops.clear()
+        self._early_emulation = None  # the configuration has the speed of now
         self._task = asyncio.get_running_loop().create_task(self._run(config, name, prepare), name="worker")
 
     def stop(self, reason: str, grace_s: float, ask: bool = True) -> None:
@@ -151,6 +164,13 @@ class Supervisor:
         process = self._process
         if process is not None and process.stdin is not None and not process.stdin.is_closing():
             process.stdin.write(encode(Hold()))
+
+    def emulate(self, flops: float) -> None:
+        """Tell the worker, if there is one, to stand for a device of this speed."""
+        process = self._process
+        self._early_emulation = Emulate(flops) if process is None else None
+        if process is not None and process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(encode(Emulate(flops)))
 
     async def close(self) -> None:
         """Kill the worker, if there is one, and wait until nothing of it is left."""
@@ -189,6 +209,8 @@ class Supervisor:
         self._process = process
         assert process.stdin is not None  # asked for above
         process.stdin.write(encode(config))  # not waited for: if the worker dies of it, its exit says how
+        if self._early_emulation is not None:
+            process.stdin.write(encode(self._early_emulation))
         for early in self._early_stops:
             self.stop(*early)
         self._early_stops.clear()

@@ -101,6 +101,8 @@ class Worker:
         self._finished = threading.Event()
         self._connecting: GrpcTransport | None = None
         self._hold_wanted = False
+        self._emulate_flops = config.emulate_flops
+        self._parts: Partition | None = None
         self._runner: StageRunner | None = None
         self._states = StateFiles(Path(config.cache_dir))
         self._meter: LinkMeter | None = None
@@ -128,6 +130,12 @@ class Worker:
         if self._runner is not None:
             self._runner.hold()
 
+    def emulate(self, flops: float) -> None:
+        """Stand for a device of this speed from now on; may be called from any thread."""
+        self._emulate_flops = flops
+        if self._runner is not None and self._parts is not None:
+            self._runner.pace = self._pace(self._parts)
+
     def run(self) -> None:
         """Work until the end; reports every state. Raises what made it fail."""
         server_name = coordinator_server_name(self._credentials.cluster)
@@ -137,7 +145,8 @@ class Worker:
                 parts = self._load_partition(blobs)
                 runner, transport = self._build(parts, blobs)
             self._states.clear()  # whatever is kept here is older than what was just loaded
-            self._runner = runner
+            self._parts, self._runner = parts, runner
+            runner.pace = self._pace(parts)  # the speed to emulate may have changed in the meantime
             if self._hold_wanted:
                 runner.hold()
             reason, held = "failed", None
@@ -230,7 +239,7 @@ class Worker:
 
     def _pace(self, parts: Partition) -> Pace | None:
         """Return how long passes take at the emulated speed, if there is one."""
-        flops = self._config.emulate_flops
+        flops = self._emulate_flops
         if not flops:
             return None
         cost = stage_cost(parts.graph, parts.shards[self._task.stage])
@@ -406,7 +415,7 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # strict determinism on CUDA asks for it
     try:
         worker = Worker(channel.read_config(), channel)
-        channel.watch(worker.stop, on_hold=worker.hold)
+        channel.watch(worker.stop, on_hold=worker.hold, on_emulate=worker.emulate)
         worker.run()
     except PeerLostError as error:
         channel.state("failed", str(error), cause="peer-lost", peer_stage=error.peer)

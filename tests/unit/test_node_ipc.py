@@ -122,6 +122,21 @@ def test_a_hold_is_heard_and_stops_nothing():
     os.close(pipes.daemon_writes)
 
 
+def test_a_speed_to_emulate_is_heard_and_stops_nothing():
+    pipes = Pipes()
+    heard, speeds, reasons = threading.Event(), [], []
+
+    def on_emulate(flops: float) -> None:
+        speeds.append(flops)
+        heard.set()
+
+    pipes.channel.watch(reasons.append, lambda: None, on_emulate=on_emulate)
+    os.write(pipes.daemon_writes, ipc.encode(ipc.Emulate(2.5e9)))
+    assert heard.wait(10)
+    assert (speeds, reasons) == ([2.5e9], [])
+    os.close(pipes.daemon_writes)
+
+
 def test_a_missing_configuration_is_an_error_of_its_own():
     pipes = Pipes()
     os.close(pipes.daemon_writes)
