@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from fusion.base.errors import StoppedError
+from fusion.base.errors import NumericError, StoppedError
 from fusion.base.ids import EdgeId, StageIndex
 from fusion.graph.partition import Edge, Partition
 from fusion.observe import failpoints
@@ -28,6 +28,7 @@ from fusion.runtime.machine import Key, StageMachine, StageRole
 from fusion.runtime.optimizer import OPTIMIZER_PREFIX, StageOptimizer, decide, sums_of_squares
 from fusion.runtime.versions import Keeper, Versions
 
+MOST_SKIPS = 3  #: steps in a row whose gradients are not finite end the run
 _LONGEST_WAIT_S = 1.0  #: between two looks at whether the stage was asked to stop
 
 
@@ -74,6 +75,7 @@ class StageRecord:
     eval_loss: float | None = None
     grad_norm: float | None = None  #: from stage 0
     micro_batches: tuple[int, ...] = ()  #: whose gradients were added up, in order
+    spoiled: bool = False  #: gradients were not finite here, and were on all later stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class _StepState:
     eval_losses: list[torch.Tensor]
     tied: dict[int, torch.Tensor | None]
     backwards: list[int] = field(default_factory=list)  #: micro-batches whose gradients are in
+    spoiled: bool = False  #: own gradients are not finite, and those from behind are
     verdict: VerdictPass | None = None
     compute_s: float = 0.0
     wait_s: float = 0.0
@@ -146,6 +149,7 @@ class StageRunner:
         self._tokens = tokens_per_sample(job.data)
         self._state: _StepState | None = None
         self._sent_before: dict[StageIndex, int] = {}
+        self._skips = 0  #: steps in a row that were skipped, so far
         self._hold_wanted = False
         self._versions = Versions(keeper, first_step - 1, every_steps=job.checkpoint_every_steps, last_step=job.steps)
         self.held_after: int | None = None  #: the step after which all stages hold, once that is decided
@@ -333,8 +337,10 @@ class StageRunner:
 
     def _norm(self, step: int, state: _StepState) -> None:
         sums, safe = self._own_sums(), self._versions.safe
+        state.spoiled = not all(map(math.isfinite, sums))
         if self.stage + 1 < self._role.stages:
             behind = NormPass.unpack(self._take(Key(MessageKind.NORM, step, 0, 0)).numbers)
+            state.spoiled &= all(map(math.isfinite, behind.sums))
             sums += behind.sums
             safe = min(safe, behind.safe)
         if self.stage > 0:
@@ -342,9 +348,19 @@ class StageRunner:
             self._outbox.send_numbers(StageIndex(self.stage - 1), Key(MessageKind.NORM, step, 0, 0), packed)
             return
         verdict = decide(sums, self._job.grad_clip)
+        self._mind_divergence(step, verdict.apply)
         hold = self._hold_wanted and step < self._job.steps
         keep = not hold and self._versions.wanted(step, safe)
         self._obey(step, VerdictPass(verdict.apply, verdict.factor, verdict.norm, hold, keep, safe), state)
+
+    def _mind_divergence(self, step: int, finite: bool) -> None:
+        """A step may be skipped; one after the other, the model no longer learns, and never will again."""
+        self._skips = 0 if finite else self._skips + 1
+        if self._skips >= MOST_SKIPS:
+            raise NumericError(
+                f"diverged: the gradients of steps {step - MOST_SKIPS + 1} to {step} were not finite; nothing was "
+                "changed since; lower the learning rate, set grad_clip, or look at the data"
+            )
 
     def _own_sums(self) -> list[float]:
         """Return the sums of squares of the parameters for which this stage answers."""
@@ -409,6 +425,7 @@ class StageRunner:
                 eval_loss=eval_loss,
                 grad_norm=None if self.stage else state.verdict.norm,
                 micro_batches=tuple(state.backwards),
+                spoiled=state.spoiled,
             )
         )
 

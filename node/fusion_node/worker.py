@@ -351,6 +351,9 @@ class Worker:
     def _on_step(self, record: StageRecord) -> None:
         assert self._meter is not None  # made with the transport
         self._step = record.step
+        if record.spoiled:
+            text = f"gradients of step {record.step} are not finite, on this stage before any other; it is skipped"
+            self._channel.log("warning", text)
         if history.active():
             self._note_step(record)
         sending, received = self._meter.step()

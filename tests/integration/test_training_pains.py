@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusion.base.errors import ConfigError, PlanError
+from fusion.base.errors import ConfigError, NumericError, PlanError
 from fusion.base.ids import Incarnation, NodeId
 from fusion.graph.dag import Graph
 from fusion.graph.partition import legal_cuts, partition
@@ -293,6 +293,14 @@ def test_p19_one_stage_with_a_gradient_that_is_not_finite_makes_all_stages_skip(
     assert [step.skipped for step in result.steps] == [False, True, False]
     assert math.isfinite(result.steps[1].loss)
     assert all(tensor.isfinite().all() for tensor in result.tensors.values())
+
+
+def test_f19_three_steps_in_a_row_that_are_not_finite_end_the_run_and_name_it() -> None:
+    data = rows(48)
+    data["x"][8:, 0] = math.inf  # from the second step on
+    training = make_training(mlp(), data, class_loss, optimizer=SGD, steps=6)
+    with pytest.raises(NumericError, match="diverged: the gradients of steps 2 to 4 were not finite"):
+        training.run(spread_cuts(training, 3))
 
 
 def test_a_schedule_table_drives_the_learning_rate() -> None:
