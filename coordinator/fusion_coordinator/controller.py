@@ -549,7 +549,7 @@ class Controller:
 def _fail_at(name: str, events: Sequence[str]) -> None:
     """For tests: places around the commit of each kind of event."""
     for event in events:
-        failpoints.reach(name, event=event)
+        failpoints.reach(name, kind=event)
 
 
 def _note_events(events: Sequence[AnyEvent]) -> None:

@@ -19,14 +19,15 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fusion.base.errors import ConfigError
 from fusion.observe import history
 
-__all__ = ["Failpoint", "parse", "reach"]
+__all__ = ["Failpoint", "parse", "reach", "reached"]
 
 _ALWAYS = 2**31
 
@@ -65,8 +66,7 @@ def parse(text: str) -> list[Failpoint]:
 class _Active:
     """The failpoints of this process, and how often each has fired."""
 
-    def __init__(self) -> None:
-        text = os.environ.get("FUSION_FAILPOINTS", "") if os.environ.get("FUSION_TEST") == "1" else ""
+    def __init__(self, text: str) -> None:
         self.points = parse(Path(text[1:]).read_text() if text.startswith("@") else text)
         self.fired = [0] * len(self.points)
 
@@ -154,11 +154,22 @@ _ACTIONS: dict[str, Callable[[str], None]] = {
 _active: list[_Active] = []
 
 
+@contextmanager
+def reached(text: str) -> Iterator[None]:
+    """Let this process fail at other points during a block; for tests in one process."""
+    before = list(_active)
+    _active[:] = [_Active(text)]
+    try:
+        yield
+    finally:
+        _active[:] = before
+
+
 def reach(name: str, **values: object) -> str:
     """Tell that the code is at place `name`; returns the word of an action that the caller does himself, or "".
 
     What the action raises, it raises here.
     """
     if not _active:
-        _active.append(_Active())
+        _active.append(_Active(os.environ.get("FUSION_FAILPOINTS", "") if os.environ.get("FUSION_TEST") == "1" else ""))
     return _active[0].reach(name, values) if _active[0].points else ""

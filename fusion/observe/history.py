@@ -25,7 +25,7 @@ class History:
         self._common = {"process": process, "pid": os.getpid()} | common
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    def note(self, event: str, **values: Any) -> None:
+    def note(self, event: str, /, **values: Any) -> None:
         """Add a line. A disk that is full loses it, and nothing else."""
         line = {"event": event, "at_s": round(time.monotonic(), 6)} | self._common | values
         try:
@@ -58,7 +58,7 @@ def active() -> bool:
     return _own.history is not None
 
 
-def note(event: str, **values: Any) -> None:
+def note(event: str, /, **values: Any) -> None:
     """Add an event to this process's history; without one it costs nothing."""
     if _own.history is not None:
         _own.history.note(event, **values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from fusion.cli.democluster import NODE_FLOPS, NODE_MEMORY
 from fusion.cli.helpers import Helper
 from fusion.graph.partition import partition
 from fusion.job.client import Client
+from fusion.observe import failpoints
 from fusion.runtime.local import compute_settings, make_runners
 from fusion.security.enrolment import enrol, parse_join_string
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -31,10 +33,11 @@ from tests.support.validators import History, Reference
 
 MICRO_BATCHES = 4
 STEPS = 40
-PACE_S = 0.02  #: of a micro-batch on the first stage, so that a run lasts long enough to be disturbed
 
-#: Before the failpoints of a scenario: the first stage takes its time.
-PACED = f"stage.forward@stage=0:sleep={PACE_S}*all"
+
+def paced(micro_batch_s: float, *points: str) -> str:
+    """Return failpoints, and one more that lets the first stage take its time, so that a run can be disturbed."""
+    return ";".join([f"stage.forward@stage=0:sleep={micro_batch_s}*all", *points])
 
 
 class FaultHelpers(KeptHelpers):
@@ -158,13 +161,15 @@ class FaultCluster(Cluster):
         history.check(reference(job.steps) if exact else None, MICRO_BATCHES, last_step)
         return history
 
-    def finishes(self, run: fusion.Run, job: fusion.Job, within_s: float = 120.0) -> History:
+    def finishes(self, run: fusion.Run, job: fusion.Job, within_s: float = 120.0, points: str = "") -> History:
         """Wait for the job's success, and check that it was as if nothing had happened (V1-V7, and what users see)."""
         run.wait(timeout=within_s)
-        known = reference(job.steps)
+        known = reference(job.steps, points)
         seen = [(step.step, step.loss) for step in run.metrics()]
         assert seen == list(zip(range(1, job.steps + 1), known.losses, strict=True))
-        return self.validate(run, job, last_step=job.steps)
+        history = self.events(run.job_id)
+        history.check(known, MICRO_BATCHES, job.steps)
+        return history
 
     def _measure(self) -> dict[str, tuple[int, int]]:
         return {
@@ -185,9 +190,25 @@ class FaultCluster(Cluster):
                 assert rss <= before[1] * 1.05 + 16 * 2**20, f"V8 {name} has {rss >> 20} MiB, had {before[1] >> 20}"
 
     @contextmanager
-    def clock_of(self, name: str) -> Iterator[Path]:
-        """Yield the file with the offset of a process's wall clock, in seconds."""
-        yield self.directory / f"clock-{name}"
+    def reviving(self, name: str, pause_s: float = 0.0) -> Iterator[list[float]]:
+        """Start a process again whenever it has ended by itself during the block; yields the times of that."""
+        times: list[float] = []
+        over = threading.Event()
+
+        def revive() -> None:
+            while not over.wait(0.05):
+                if self.helpers.named[name].process.poll() is not None:
+                    times.append(time.monotonic())
+                    time.sleep(pause_s)
+                    self.helpers.again(name)
+
+        thread = threading.Thread(target=revive, name="reviving", daemon=True)
+        thread.start()
+        try:
+            yield times
+        finally:
+            over.set()
+            thread.join(20)
 
     def stop_process(self, name: str, *, worker: bool = False) -> psutil.Process:
         """SIGSTOP a daemon or the coordinator with its worker, or with `worker` the worker alone; returns the first."""
@@ -217,15 +238,23 @@ def _rows() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
+def reference(steps: int = STEPS, points: str = "") -> Reference:
+    """Return the undisturbed run of `make_job`, computed here, once; `points`: failpoints of its only stage.
+
+    No step depends on how many there will be.
+    """
+    known = _reference(max(steps, STEPS), points)
+    return Reference(known.losses[:steps], known.digests[:steps])
+
+
 @cache
-def reference(steps: int = STEPS) -> Reference:
-    """Return the undisturbed run of `make_job`, computed in this process, once."""
+def _reference(steps: int, points: str) -> Reference:
     losses: list[float] = []
     digests: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as directory:
         made = make_job(steps).prepare(Path(directory))
         data = made.data.open("data")
-        with compute_settings(made.spec):
+        with compute_settings(made.spec), failpoints.reached(points):
             parts = partition(made.graph, [])
 
             def done(metrics: Any) -> None:
@@ -241,8 +270,3 @@ def reference(steps: int = STEPS) -> Reference:
 def wait_for_step(run: fusion.Run, step: int, within_s: float = 60.0) -> None:
     """Return once the coordinator knows that `step` is done."""
     eventually(lambda: run.status().step >= step, f"step {step} is done ({run.status()})", within_s)
-
-
-def now_s() -> float:
-    """The clock of the histories."""
-    return time.monotonic()
