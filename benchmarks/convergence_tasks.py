@@ -199,11 +199,11 @@ class ResNetSettings:
 
     width: int = 16
     batch_size: int = 64
-    steps: int = 900
-    learning_rate: float = 3e-3
+    steps: int = 600
+    learning_rate: float = 1e-3
     warmup: int = 40
     versions: int = 6  #: of each image, each distorted otherwise
-    noise: float = 0.6  #: standard deviation; ink is 1 and paper 0
+    noise: float = 0.8  #: standard deviation; ink is 1 and paper 0
     originals: int = 5000
 
 
