@@ -29,16 +29,14 @@ class LinkCodecs:
         """Return the codecs with those of some links replaced."""
         return LinkCodecs(self.pair, {**self.links, **links})
 
-    def check(self) -> None:
+    def check(self, field: str = "codecs") -> None:
         """Raise ConfigError unless each mask has the way back that belongs to it, and no other way back has one."""
-        for source, target in {(min(link), max(link)) for link in self.links}:
+        for source, target in sorted({(min(link), max(link)) for link in self.links}):
             there, back = self.of(source, target), self.of(target, source)
-            if there.error_feedback:
-                raise ConfigError(f"codec of link {source}->{target}: {there.name!r} has error feedback on activations")
             if Kind.MASK in (there.kind, back.kind) and (there.kind, there.fraction) != (back.kind, back.fraction):
                 raise ConfigError(
-                    f"codec of link {source}->{target}: {there.name!r} forward and {back.name!r} on the way back; "
-                    f"a mask and its gradient go together"
+                    f"{field}: link {source}>{target} has {there.name!r}, the way back {back.name!r}; a mask and "
+                    f"its gradient go together"
                 )
 
 

@@ -17,7 +17,7 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from fusion.plan.codecs import PlanCodec
+from fusion.plan.codecs import Ladder, PlanCodec
 from fusion.plan.cost import Arrangement, Problem
 
 Singles = npt.NDArray[np.float32]
@@ -36,8 +36,8 @@ class Chain:
     Memory is counted for `slope` more micro-batches in flight at each stage than at the next one, up to all of them.
     """
 
-    def __init__(self, problem: Problem, ladder: Sequence[PlanCodec], slope: float = 1.0) -> None:
-        self.problem, self.ladder, self.slope = problem, tuple(ladder), slope
+    def __init__(self, problem: Problem, ladder: Ladder, slope: float = 1.0) -> None:
+        self.problem, self.ladder, self.slope = problem, ladder, slope
         profile, network = problem.profile, problem.network
         self.waits = np.float32(problem.micro_batches - 1)
         self.nodes, self.blocks = len(network.flops), profile.blocks
@@ -52,20 +52,28 @@ class Chain:
         self._memory: dict[int, Ints] = {}
 
     def _choose_codecs(self, s_per_byte: npt.NDArray[np.float64]) -> None:
-        ratio = np.array([codec.ratio for codec in self.ladder])[:, None, None]
-        codec_s = np.array([codec.encode_s_per_byte + codec.decode_s_per_byte for codec in self.ladder])
-        transfer = np.minimum(s_per_byte / ratio, _ABSENT_S_PER_BYTE)
-        self._choice: Ints = (transfer + codec_s[:, None, None]).argmin(axis=0)  #: [source, target]
-        chosen = np.take_along_axis(transfer, self._choice[None], axis=0)[0].astype(np.float32)
-        self.there, self.back = chosen.T.copy(), chosen  #: [p, q], seconds per raw byte from q to p; from p to q
-        codec = codec_s[self._choice].astype(np.float32)
-        self._codec_there_s, self._codec_back_s = codec.T.copy(), codec  #: to encode and decode a raw byte
+        """Take for each way of each pair the fastest level; one whose ways go together, for both of them."""
+        ladder = self.ladder
+        there, back = (_raw_byte_s(codecs, s_per_byte) for codecs in (ladder.forward, ladder.backward))
+        level_there, level_back = there[1].argmin(axis=0), back[1].argmin(axis=0)  # [source, target]
+        joined = np.array(ladder.joined)
+        together = joined[level_there] | joined[level_back].T
+        both = np.maximum(level_there, level_back.T)
+        self._level_there: Ints = np.where(together, both, level_there)  #: [source, target] of a value
+        self._level_back: Ints = np.where(together.T, both.T, level_back)  #: [source, target] of a gradient
+        self.there, codec_there = (_taken(part, self._level_there).T.copy() for part in (there[0], there[2]))
+        self.back, codec_back = (_taken(part, self._level_back) for part in (back[0], back[2]))
+        #: there: [p, q], seconds per raw byte from q to p; back: from p to q; codec: to encode and decode it
+        self._codec_there_s, self._codec_back_s = codec_there, codec_back
 
     def arrange(self, nodes: Sequence[int], places: Sequence[int]) -> Arrangement:
         """Return nodes and places (front to end) with this chain's codecs."""
+        if len(self.ladder) == 1:
+            return Arrangement.alike(tuple(nodes), tuple(places), *self.ladder.both)
         order = np.array(nodes, dtype=np.int64)
-        choice = None if len(self.ladder) == 1 else self._choice[np.ix_(order, order)]
-        return Arrangement(tuple(nodes), tuple(places), self.ladder, choice)
+        pairs = np.ix_(order, order)
+        choice = np.triu(self._level_there[pairs]) + np.tril(self._level_back[pairs] + len(self.ladder), -1)
+        return Arrangement(tuple(nodes), tuple(places), self.ladder.both, choice)
 
     # ---- how far a stage may reach ----
 
@@ -207,6 +215,18 @@ class Chain:
             depth = int(origin[depth])
             found.append(self.blocks - depth)
         return (*found, self.blocks)
+
+
+def _raw_byte_s(codecs: Sequence[PlanCodec], s_per_byte: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+    """Return [codec, source, target] seconds per raw byte on the wire, in all, and in the codec."""
+    ratio = np.array([codec.ratio for codec in codecs])[:, None, None]
+    codec_s = np.array([codec.encode_s_per_byte + codec.decode_s_per_byte for codec in codecs])[:, None, None]
+    transfer = np.minimum(s_per_byte / ratio, _ABSENT_S_PER_BYTE)
+    return [transfer, transfer + codec_s, np.broadcast_to(codec_s, transfer.shape)]
+
+
+def _taken(by_level: npt.NDArray[np.float64], level: Ints) -> Singles:
+    return np.asarray(np.take_along_axis(by_level, level[None], axis=0)[0], dtype=np.float32)
 
 
 def _reversed(before: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

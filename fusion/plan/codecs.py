@@ -1,14 +1,36 @@
-"""Codecs as a planner sees them, and what a job may ask for: ratio to the raw bytes, and the speed of both ends."""
+"""Codecs as a planner sees them, by ratio and speed, and what a job may ask for.
+
+COMPRESSION = PHASE { " " PHASE }
+PHASE       = CHOICE { "," SOURCE ">" TARGET "=" CODEC } [ "@" START ]
+CHOICE      = "auto" [ ":" R ] | "adatopk:" R | CODEC [ "/" CODEC ]      codecs as in `fusion.compress.catalog`
+START       = STEP | SHARE "%"                                           the first phase begins with the run
+
+auto          for each link and way the mildest codec of LADDER that takes the link off the critical path;
+              R is the largest ratio of a pair of codecs, both ways together, that may be used
+adatopk:R     each link compressed by its share of the slowest link's time, which gets R, as the FusionLLM paper has it
+int8/int4     these codecs on every link, forward and backward
+1>0=int4      this codec from stage 1 to stage 0, whatever the rest says
+@70%          this phase begins when 70 % of the steps are done; @120: with step 120
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf, isfinite
 from typing import Literal
 
 from fusion.base.errors import ConfigError
+from fusion.base.ids import StageIndex
+from fusion.compress import catalog
+from fusion.compress.catalog import CodecPair, CodecSpec, Kind, TensorRole, parse_codec, parse_pair
+from fusion.compress.linkcodecs import PLAIN, CodecSchedule, Link, LinkCodecs
+from fusion.plan.types import Plan
 
-MAX_RATIO = 10_000.0
+MAX_PHASES = 64
+MAX_TEXT = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,64 +53,188 @@ class PlanCodec:
         return 1.0 / self.decode_bytes_per_s
 
 
-NONE = PlanCodec("none", 1.0, inf, inf)
-#: From mild to strong: those that keep the loss. Ratios to fp32, speeds measured on one thread.
-LADDER = (
-    NONE,
-    PlanCodec("bf16", 2.0, 25e9, 13e9),
-    PlanCodec("int8", 3.9, 12e9, 8e9),
-    PlanCodec("int4", 7.5, 2.3e9, 2.6e9),
-)
-#: The paper's codec: exact top-k is slow to find, and its values and indices are fast to scatter.
-TOPK_ENCODE_BYTES_PER_S, TOPK_DECODE_BYTES_PER_S = 257e6, 25e9
+NONE = PlanCodec("none", 1.0, inf, inf)  #: elements as they are, without a frame
 
 
-def topk(ratio: float) -> PlanCodec:
-    """Return the top-k codec that sends `ratio` times fewer bytes; the mildest one sends everything as it is."""
-    if ratio <= 1.0:
+def plan_codec(spec: CodecSpec, role: TensorRole = TensorRole.ACTIVATION) -> PlanCodec:
+    """Return what a codec costs: the ratio of a float32 tensor of a million elements, and measured speeds."""
+    if spec == catalog.NONE:
         return NONE
-    return PlanCodec(f"topk:{ratio:.4g}", ratio, TOPK_ENCODE_BYTES_PER_S, TOPK_DECODE_BYTES_PER_S)
+    return PlanCodec(spec.name, catalog.ratio(spec, role=role), *catalog.speeds(spec))
 
 
-def adatopk_ratio(ratio: float, link_s: float, slowest_link_s: float) -> float:
-    """Return by how much AdaTopK shrinks the bytes of a link whose raw values take `link_s`.
+@dataclass(frozen=True)
+class Ladder:
+    """Codecs that links may choose from, mildest first: at each level one for the way forward and one for the way back.
 
-    The paper keeps one value in r_link = max(1, 3 r R_link / max R), the 3 because a kept value travels with an index
-    of twice its size. On the wire that leaves r on the slowest link, and never more than the raw bytes.
+    A link may take different levels for its two ways, unless a mask is at one of them.
     """
-    kept_one_in = max(1.0, 3.0 * ratio * link_s / slowest_link_s) if slowest_link_s > 0 else 1.0
-    return max(1.0, kept_one_in / 3.0)
+
+    forward: tuple[PlanCodec, ...]
+    backward: tuple[PlanCodec, ...]
+    joined: tuple[bool, ...]  #: by level: whether both ways go together
+
+    @staticmethod
+    def of(*pairs: CodecPair) -> Ladder:
+        """Return the ladder of these pairs."""
+        return Ladder(
+            tuple(plan_codec(pair.forward) for pair in pairs),
+            tuple(plan_codec(pair.backward, TensorRole.GRADIENT) for pair in pairs),
+            tuple(pair.forward.kind is Kind.MASK for pair in pairs),
+        )
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+    @property
+    def both(self) -> tuple[PlanCodec, ...]:
+        """All codecs: the forward ones, then the backward ones."""
+        return self.forward + self.backward
+
+    def upto(self, level: int) -> Ladder:
+        """Return the ladder up to and with a level."""
+        return Ladder(self.forward[: level + 1], self.backward[: level + 1], self.joined[: level + 1])
+
+
+def pair_ratio(pair: CodecPair) -> float:
+    """Return raw bytes over bytes on the wire, of values and their gradients together, to one digit."""
+    there = plan_codec(pair.forward).ratio
+    back = plan_codec(pair.backward, TensorRole.GRADIENT).ratio
+    return round(2.0 / (1.0 / there + 1.0 / back), 1)
+
+
+#: What "auto" chooses from, mildest first. The forward way keeps more bits: losing them there costs more of the loss.
+AUTO_PAIRS = tuple(parse_pair(text) for text in ("none", "bf16", "int8", "int8/int4", "int4"))
+AUTO_CEILING = 5.1  #: ratio of the strongest pair that "auto" uses by itself: int8/int4
+PLAIN_LADDER = Ladder.of(PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """What a job wants of the codecs."""
+    """What a job wants of the codecs at one time."""
 
-    kind: Literal["none", "topk", "adatopk", "auto"]
-    ratio: float = 1.0  #: of topk and adatopk; the strongest that auto may use
+    kind: Literal["fixed", "adatopk", "auto"] = "fixed"
+    pair: CodecPair = PLAIN  #: of "fixed"
+    ratio: float = 1.0  #: of adatopk; the strongest that auto may use
+    links: Mapping[Link, CodecSpec] = field(default_factory=dict)  #: of single links, whatever the rest says
 
-    def ladder(self) -> tuple[PlanCodec, ...]:
+    def ladder(self) -> Ladder:
         """Return the codecs that the planner may choose from, mildest first."""
-        if self.kind != "auto":
-            return (NONE,)
-        return tuple(codec for codec in LADDER if codec.ratio <= self.ratio)
+        if self.kind == "auto":
+            return Ladder.of(*(pair for pair in AUTO_PAIRS if pair_ratio(pair) <= self.ratio))
+        return Ladder.of(self.pair)
 
 
-def parse_compression(text: str, field: str = "compression") -> Compression:
-    """Read "none", "topk:R", "adatopk:R", "auto" or "auto:R"; ConfigError for anything else."""
-    kind, _, argument = text.partition(":")
-    if kind == "none" and not argument:
-        return Compression("none")
-    if kind == "auto" and not argument and text == "auto":
-        return Compression("auto", LADDER[-1].ratio)
-    if kind in ("topk", "adatopk", "auto"):
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a job wants from some point of the run on."""
+
+    compression: Compression
+    from_step: int = 1
+    from_share: float | None = None  #: of all steps, instead of a step
+
+    def begins(self, steps: int) -> int:
+        """Return the first step of the phase in a run of so many."""
+        return self.from_step if self.from_share is None else min(steps, int(self.from_share * steps)) + 1
+
+
+def parse_compression(text: str, field: str = "compression") -> tuple[Phase, ...]:
+    """Return the phases of a text as in this module's description; ConfigError says in one line what is wrong."""
+    words = text.split()
+    if not words or len(words) > MAX_PHASES or len(text) > MAX_TEXT:
+        raise ConfigError(f"{field}: {len(words)} phases in {len(text)} characters; allowed are 1 to {MAX_PHASES}")
+    phases = tuple(_phase(word, field) for word in words)
+    if phases[0] != Phase(phases[0].compression):
+        raise ConfigError(f"{field}: the first phase of {text[:60]!r} begins with the run and takes no @START")
+    for before, after in pairwise(phases):
+        mixed = (before.from_share is None) != (after.from_share is None) and before is not phases[0]
+        if mixed or (before.from_share or 0.0, before.from_step) >= (after.from_share or 0.0, after.from_step):
+            raise ConfigError(
+                f"{field}: the phases of {text[:60]!r} must begin one after the other, "
+                f"all with @STEP or all with @SHARE%"
+            )
+    return phases
+
+
+def _phase(word: str, field: str) -> Phase:
+    head, at, start = word.partition("@")
+    choice, *links = head.split(",")
+    compression = _choice(choice, field)
+    found = dict(_link(item, word, field) for item in links)
+    compression = Compression(compression.kind, compression.pair, compression.ratio, found)
+    if compression.kind == "fixed":
+        LinkCodecs(compression.pair, found).check(field)
+    if not at:
+        return Phase(compression)
+    if share := re.fullmatch(r"([0-9]{1,2}(?:\.[0-9]{1,6})?)%", start):
+        return Phase(compression, from_share=float(share[1]) / 100)
+    if not re.fullmatch(r"[1-9][0-9]{0,9}", start) or int(start) < 2:
+        raise ConfigError(f"{field}: {word[:60]!r} begins at {start[:20]!r}; allowed are steps from 2, and 0% to 99.9%")
+    return Phase(compression, from_step=int(start))
+
+
+def _choice(text: str, field: str) -> Compression:
+    kind, colon, argument = text.partition(":")
+    if text == "auto":
+        return Compression("auto", ratio=AUTO_CEILING)
+    if kind == "auto" and colon:
         try:
             ratio = float(argument)
         except ValueError:
             ratio = 0.0
-        if not isfinite(ratio) or not 1.0 <= ratio <= MAX_RATIO:
-            raise ConfigError(f"{field}: {text[:40]!r} needs a ratio of 1 to {MAX_RATIO:.0f}, such as {kind}:100")
-        if kind == "topk":
-            return Compression("topk", ratio)
-        return Compression("adatopk" if kind == "adatopk" else "auto", ratio)
-    raise ConfigError(f"{field}: {text[:40]!r} is none of none, topk:R, adatopk:R, auto, auto:R")
+        if not isfinite(ratio) or not 1.0 <= ratio <= catalog.MAX_RATIO:
+            raise ConfigError(f"{field}: {text[:40]!r} needs a ratio of 1 to {catalog.MAX_RATIO:.0f}, such as auto:8")
+        return Compression("auto", ratio=ratio)
+    try:
+        pair = parse_pair(text, field)
+    except ConfigError as error:
+        if "is none of" in str(error):
+            raise ConfigError(f"{error}, or auto, auto:R") from None
+        raise
+    if pair.forward.kind is Kind.ADATOPK and pair.forward == pair.backward == parse_codec(f"adatopk:{argument}"):
+        return Compression("adatopk", ratio=pair.forward.ratio)
+    return Compression("fixed", pair)
+
+
+def _link(item: str, word: str, field: str) -> tuple[Link, CodecSpec]:
+    found = re.fullmatch(r"([0-9]{1,4})>([0-9]{1,4})=(.+)", item)
+    if found is None or found[1] == found[2]:
+        raise ConfigError(f"{field}: {item[:40]!r} in {word[:60]!r} is not SOURCE>TARGET=CODEC, such as 1>0=int4")
+    link, spec = (int(found[1]), int(found[2])), parse_codec(found[3], field)
+    if spec.error_feedback and link[0] < link[1]:
+        raise ConfigError(f"{field}: {item[:40]!r} asks for error feedback on activations; write it for gradients only")
+    return link, spec
+
+
+def adatopk_ratio(ratio: float, link_s: float, slowest_link_s: float) -> float:
+    """Return by how much AdaTopK shrinks the bytes of a link whose raw values take `link_s`; 1 where it does not."""
+    return max(1.0, catalog.adatopk_kept_one_in(ratio, link_s, slowest_link_s) / 3.0)
+
+
+# ---- of a plan ----
+
+
+def codec_schedule(plan: Plan) -> CodecSchedule:
+    """Return which codec each link of a plan uses at each step. ConfigError: a mask without its way back."""
+    links = ((item.source, item.target, item.codec) for item in plan.links)
+    found = CodecSchedule.always(LinkCodecs(links=_specs(links)))
+    for change in plan.codec_changes:
+        found = found.changed(change.from_step, _specs(change.links))
+    for _, codecs in found.phases:
+        codecs.check()
+    return found
+
+
+def link_codec(name: str, source: int, target: int) -> PlanCodec:
+    """Return what the codec of a plan's link costs; what a later release names costs nothing known."""
+    try:
+        spec = parse_codec(name)
+    except ConfigError:
+        return NONE
+    return plan_codec(spec, TensorRole.ACTIVATION if source < target else TensorRole.GRADIENT)
+
+
+def _specs(links: Iterable[tuple[StageIndex, StageIndex, str]]) -> dict[Link, CodecSpec]:
+    found = {(int(source), int(target)): parse_codec(codec) for source, target, codec in links}
+    masks = {link: spec for link, spec in found.items() if spec.kind is Kind.MASK}
+    return {link[::-1]: spec for link, spec in masks.items()} | found  # a way back that nothing is sent on has no link

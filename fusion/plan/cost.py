@@ -44,6 +44,24 @@ class Arrangement:
         """Return the codec from one stage to another."""
         return self.ladder[0 if self.choice is None else int(self.choice[source, target])]
 
+    @staticmethod
+    def alike(nodes: tuple[int, ...], places: tuple[int, ...], there: PlanCodec, back: PlanCodec) -> Arrangement:
+        """Return an arrangement with one codec for all that goes forward, and one for all on the way back."""
+        if there == back:
+            return Arrangement(nodes, places, (there,))
+        return Arrangement(nodes, places, (there, back), np.tri(len(nodes), k=-1, dtype=np.int64))
+
+    @property
+    def ways(self) -> tuple[PlanCodec, PlanCodec] | None:
+        """The two codecs of an arrangement that is `alike`; None if links have codecs of their own."""
+        there, back = self.ladder[0], self.ladder[-1]
+        other = Arrangement.alike(self.nodes, self.places, there, back)
+        if self.choice is None or other.choice is None:
+            same = self.choice is other.choice
+        else:
+            same = np.array_equal(self.choice, other.choice)
+        return (there, back) if self.ladder == other.ladder and same else None
+
     def rates(self) -> tuple[Floats, Floats, Floats]:
         """Return [source, target] the ratio, and seconds per raw byte to encode and to decode."""
         shape = (len(self.nodes), len(self.nodes))

@@ -66,15 +66,12 @@ class _Worth:
         self.planned, self.problem = planned, planned.problem
         self.network = self.problem.network
         self.order: Order = planned.arrangement.nodes
-        ladder = tuple({codec.name: codec for codec in planned.arrangement.ladder}.values())
-        if any(codec.name.startswith("topk") for codec in ladder):
-            ladder = planned.arrangement.ladder[:1]
         pool = promising(self.problem, _TRIED + len(self.order), self.order)
         self.pool = [int(node) for node in pool]
         place = {node: index for index, node in enumerate(self.pool)}
         self.inside = tuple(place[node] for node in self.order)
         part = self.problem.subset(pool)
-        self.chains = [Chain(part, ladder, slope) for slope in (1.0, 0.0)]
+        self.chains = [Chain(part, planned.ladder, slope) for slope in (1.0, 0.0)]
         self.base_s = self._best([self.inside])
 
     def gains(self) -> list[NodeGain]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fusion.plan.baselines import equal_compute, op_fence
+from fusion.plan.codecs import PlanCodec
 from fusion.plan.cost import Arrangement, Problem
 from fusion.plan.plan_simulation import simulate_plan
 from fusion.plan.plans import plan_of
@@ -42,21 +43,21 @@ def improved(problem: Problem, found: Arrangement, out_of_time: Callable[[], boo
     An arrangement whose links have codecs of their own stays as it is.
     """
     small = problem.micro_batches * problem.max_stages <= _FEW_TASKS and len(problem.network.flops) <= _FEW_NODES
-    if not small or len(found.ladder) > 1 or problem.whole_blocks:
+    if not small or found.ways is None or problem.whole_blocks:
         return found
-    return _Climb(problem, out_of_time).run(found)
+    return _Climb(problem, found.ways, out_of_time).run(found)
 
 
 class _Climb:
     """Takes every change that helps, until none does or the simulations are used up."""
 
-    def __init__(self, problem: Problem, out_of_time: Callable[[], bool]) -> None:
-        self._problem, self._out_of_time = problem, out_of_time
+    def __init__(self, problem: Problem, ways: tuple[PlanCodec, PlanCodec], out_of_time: Callable[[], bool]) -> None:
+        self._problem, self._ways, self._out_of_time = problem, ways, out_of_time
         self._left = _SIMULATIONS
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def run(self, found: Arrangement) -> Arrangement:
-        baselines = [Arrangement(one.nodes, one.places, found.ladder) for one in self._baselines()]
+        baselines = [Arrangement.alike(one.nodes, one.places, *self._ways) for one in self._baselines()]
         best = min([found, *baselines], key=self._seconds)
         helped = True
         while helped:
@@ -88,17 +89,17 @@ class _Climb:
             for at in range(1, stages):
                 moved = places[at] + step
                 if places[at - 1] < moved < places[at + 1]:
-                    yield self._changed(best, nodes, (*places[:at], moved, *places[at + 1 :]))
+                    yield self._changed(nodes, (*places[:at], moved, *places[at + 1 :]))
         for at in range(stages if stages > 1 else 0):
             for inner in {max(1, at), min(stages - 1, at + 1)}:  # its neighbours take its part over
-                yield self._changed(best, nodes[:at] + nodes[at + 1 :], places[:inner] + places[inner + 1 :])
+                yield self._changed(nodes[:at] + nodes[at + 1 :], places[:inner] + places[inner + 1 :])
         for at in range(stages - 1):
             swapped = (*nodes[:at], nodes[at + 1], nodes[at], *nodes[at + 2 :])
-            yield self._changed(best, swapped, places)
+            yield self._changed(swapped, places)
         if stages > 1:
             mirrored = tuple(places[-1] - place for place in reversed(places))
-            yield self._changed(best, nodes[::-1], mirrored)
-            yield self._changed(best, nodes[::-1], places)
+            yield self._changed(nodes[::-1], mirrored)
+            yield self._changed(nodes[::-1], places)
         yield from self._additions(best)
 
     def _additions(self, best: Arrangement) -> Iterator[Arrangement]:
@@ -113,8 +114,7 @@ class _Climb:
                     continue
                 places = (*best.places[: at + 1], (first + last) // 2, *best.places[at + 1 :])
                 for place in (at, at + 1):
-                    yield self._changed(best, (*best.nodes[:place], node, *best.nodes[place:]), places)
+                    yield self._changed((*best.nodes[:place], node, *best.nodes[place:]), places)
 
-    @staticmethod
-    def _changed(best: Arrangement, nodes: tuple[int, ...], places: tuple[int, ...]) -> Arrangement:
-        return Arrangement(nodes, places, best.ladder)
+    def _changed(self, nodes: tuple[int, ...], places: tuple[int, ...]) -> Arrangement:
+        return Arrangement.alike(nodes, places, *self._ways)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion.base.errors import PlanError
-from fusion.plan.codecs import LADDER, PlanCodec, topk
+from fusion.plan.codecs import NONE, link_codec
 from fusion.plan.cost import Arrangement, Evaluation, Problem
 from fusion.plan.network import network_of
 from fusion.plan.profile import profile_of
-from fusion.plan.types import Cluster, JobView, Plan, PlannedLink
+from fusion.plan.types import Cluster, JobView, Plan
 from fusion.plan.workload import Workload
 
 
@@ -37,6 +37,12 @@ class InForce:
 
 def in_force(plan: Plan, cluster: Cluster, workload: Workload, job: JobView) -> InForce:
     """Return what `plan` costs on `cluster`; PlanError if one of its nodes is not there any more."""
+    problem, found = problem_of(plan, cluster, workload, job)
+    return InForce(problem.evaluate(found), plan.micro_batches)
+
+
+def problem_of(plan: Plan, cluster: Cluster, workload: Workload, job: JobView) -> tuple[Problem, Arrangement]:
+    """Return a plan as an arrangement of its own cuts; PlanError if one of its nodes is not in `cluster`."""
     place = {node.node: index for index, node in enumerate(cluster.nodes)}
     missing = [stage.node_name for stage in plan.stages if stage.node not in place]
     if missing:
@@ -44,16 +50,10 @@ def in_force(plan: Plan, cluster: Cluster, workload: Workload, job: JobView) -> 
     cuts = [stage.first_operator for stage in plan.stages[1:]]
     profile = profile_of(workload, job.optimizer_bytes_per_parameter, cuts=cuts)
     places = tuple(range(len(plan.stages) + 1)) if cuts else (0, profile.blocks)
-    codecs = list(dict.fromkeys(_codec(link) for link in plan.links)) or [LADDER[0]]
+    codecs = [NONE]
     choice = np.zeros((len(plan.stages), len(plan.stages)), dtype=np.int64)
     for link in plan.links:
-        choice[link.source, link.target] = codecs.index(_codec(link))
+        choice[link.source, link.target] = len(codecs)
+        codecs.append(link_codec(link.codec, link.source, link.target))
     nodes = tuple(place[stage.node] for stage in plan.stages)
-    problem = Problem(profile, network_of(cluster), job)
-    return InForce(problem.evaluate(Arrangement(nodes, places, tuple(codecs), choice)), plan.micro_batches)
-
-
-def _codec(link: PlannedLink) -> PlanCodec:
-    """Return what is known of the speed of a link's codec."""
-    known = {codec.name: codec for codec in LADDER}
-    return known[link.codec] if link.codec in known else topk(link.ratio)
+    return Problem(profile, network_of(cluster), job), Arrangement(nodes, places, tuple(codecs), choice)

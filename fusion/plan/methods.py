@@ -10,12 +10,13 @@ import numpy as np
 from fusion.base.errors import ConfigError
 from fusion.plan.baselines import equal_compute, equal_number, op_fence
 from fusion.plan.chain import Chain, Ints
-from fusion.plan.codecs import NONE, Compression, PlanCodec, topk
+from fusion.plan.codecs import Compression, Ladder
 from fusion.plan.communities import communities
 from fusion.plan.cost import Arrangement, Problem
 from fusion.plan.exact import exact_plan
 from fusion.plan.layers import layered_plans
-from fusion.plan.relax import SLACK, relax, strength, with_topk
+from fusion.plan.phases import compressed, with_links
+from fusion.plan.relax import SLACK, relax, strength, with_adatopk
 from fusion.plan.search import Annealing, Effort
 
 METHODS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
@@ -34,7 +35,7 @@ class Settings:
     """How to plan."""
 
     method: str = "fusion"
-    compression: Compression = Compression("none")  # noqa: RUF009 - frozen
+    compression: Compression = Compression()  # noqa: RUF009 - frozen
     seed: int = 0
 
     def check(self) -> None:
@@ -48,15 +49,16 @@ def arrange(problem: Problem, settings: Settings, out_of_time: Stop) -> Arrangem
     settings.check()
     baseline = {"op-fence": op_fence, "equal-number": equal_number, "equal-compute": equal_compute}.get(settings.method)
     if baseline is not None:
-        return _fitting(problem, _compressed(problem, baseline(problem), settings.compression))
+        return _fitting(problem, compressed(problem, baseline(problem), settings.compression))
     search: _Search = _exact if settings.method == "exact" else _ours
-    if settings.compression.kind == "auto":
-        return _auto(problem, settings, search, out_of_time)
-    ladder = (topk(settings.compression.ratio),) if settings.compression.kind == "topk" else (NONE,)
-    found = search(problem, ladder, _Task(settings.seed, out_of_time))
-    if found is not None and settings.compression.kind == "adatopk":
-        return with_topk(problem, found, settings.compression)
-    return found
+    wanted = settings.compression
+    if wanted.kind == "auto":
+        found = _auto(problem, settings, search, out_of_time)
+    else:
+        found = search(problem, wanted.ladder(), _Task(settings.seed, out_of_time))
+    if found is not None and wanted.kind == "adatopk":
+        found = with_adatopk(problem, found, wanted.ratio)
+    return None if found is None else with_links(found, wanted.links)
 
 
 @dataclass(frozen=True)
@@ -69,21 +71,11 @@ class _Task:
     thorough: bool = True  #: False: its result is only where the next search starts
 
 
-_Search = Callable[[Problem, Sequence[PlanCodec], _Task], Arrangement | None]
+_Search = Callable[[Problem, Ladder, _Task], Arrangement | None]
 
 
 def _fitting(problem: Problem, found: Arrangement) -> Arrangement | None:
     return found if problem.evaluate(found).fits else None
-
-
-def _compressed(problem: Problem, found: Arrangement, wanted: Compression) -> Arrangement:
-    """Compress the links of a baseline's plan; "auto" gives each link the codec that is fastest there."""
-    if wanted.kind in ("topk", "adatopk"):
-        return with_topk(problem, found, wanted)
-    if wanted.kind == "auto":
-        fastest = Chain(problem, wanted.ladder()).arrange(found.nodes, found.places)
-        return relax(problem, fastest, wanted.ladder(), SLACK * problem.step_s(fastest))
-    return found
 
 
 def _auto(problem: Problem, settings: Settings, search: _Search, out_of_time: Stop) -> Arrangement | None:
@@ -95,7 +87,7 @@ def _auto(problem: Problem, settings: Settings, search: _Search, out_of_time: St
     found: list[Arrangement] = []
     for strongest in sorted({0, len(ladder) - 1}):
         task = _Task(settings.seed, out_of_time, tuple(found), strongest == len(ladder) - 1)
-        best = search(problem, ladder[: strongest + 1], task)
+        best = search(problem, ladder.upto(strongest), task)
         if best is not None:
             found.append(best)
     if not found:
@@ -108,7 +100,7 @@ def _auto(problem: Problem, settings: Settings, search: _Search, out_of_time: St
 # ---- ours ----
 
 
-def _ours(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrangement | None:
+def _ours(problem: Problem, ladder: Ladder, task: _Task) -> Arrangement | None:
     """The layered program over the most promising nodes, then the annealing from there and from the task's starts."""
     if len(problem.network.flops) > POOL:
         return _on_pool(problem, ladder, task)
@@ -160,7 +152,7 @@ def _without_useless(problem: Problem, chain: Chain, best: Arrangement) -> Arran
     return best
 
 
-def _on_pool(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrangement | None:
+def _on_pool(problem: Problem, ladder: Ladder, task: _Task) -> Arrangement | None:
     """Search on a part of the nodes, and translate their numbers there and back."""
     pool = promising(problem, POOL, [node for one in task.starts for node in one.nodes])
     place = {int(node): index for index, node in enumerate(pool)}
@@ -199,7 +191,7 @@ def promising(problem: Problem, most: int, needed: Sequence[int] = ()) -> Ints:
 # ---- the reference ----
 
 
-def _exact(problem: Problem, ladder: Sequence[PlanCodec], task: _Task) -> Arrangement | None:
+def _exact(problem: Problem, ladder: Ladder, task: _Task) -> Arrangement | None:
     """The optimum of the chain model, for the best of a few assumptions on micro-batches in flight."""
     slopes = SLOPES[: 1 if problem.gpipe else None]
     found = [exact_plan(Chain(problem, ladder, slope), task.out_of_time) for slope in slopes]

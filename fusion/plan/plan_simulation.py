@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import inf
 
 from fusion.base.errors import PlanError
-from fusion.plan.codecs import LADDER, NONE, topk
+from fusion.plan.codecs import link_codec
 from fusion.plan.schedule import StageSchedule, alternating, make_schedule
 from fusion.plan.simulation import EdgeLoad, Pipeline, SharedLoad, Simulation, StageLoad, Wire
 from fusion.plan.simulator import simulate
@@ -18,7 +18,6 @@ from fusion.plan.workload import HeldLoad, Workload
 #: Moved by the optimizer for a parameter, beside its state that is read and written: the weight read and written, the
 #: gradient read. All are fp32.
 _UPDATE_BYTES = 12
-_CODECS = {codec.name: codec for codec in LADDER} | {"topk": topk(2.0)}  #: by name; all top-k have one speed
 
 
 def simulate_plan(
@@ -128,7 +127,7 @@ def _encoded(size: int, link: PlannedLink | None) -> tuple[int, float, float]:
     """Return the bytes on the wire of so many raw ones, and the seconds to encode and to decode them."""
     if link is None:
         return size, 0.0, 0.0
-    codec = _CODECS.get(link.codec.partition(":")[0], NONE)
+    codec = link_codec(link.codec, link.source, link.target)
     return round(size / link.ratio), size * codec.encode_s_per_byte, size * codec.decode_s_per_byte
 
 

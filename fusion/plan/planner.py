@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fusion.base.errors import PlanError
@@ -10,13 +10,14 @@ from fusion.base.units import format_bytes
 from fusion.graph.dag import Graph
 from fusion.graph.partition import partition
 from fusion.plan.chain import Chain
-from fusion.plan.codecs import NONE, parse_compression
+from fusion.plan.codecs import PLAIN_LADDER, Ladder
 from fusion.plan.cost import Arrangement, Evaluation, Problem
 from fusion.plan.finals import improved, simulated_s
 from fusion.plan.layers import layered_plans
 from fusion.plan.methods import Settings, arrange, promising
 from fusion.plan.need import stage_bytes
 from fusion.plan.network import network_of
+from fusion.plan.phases import Stretch, codec_changes, longest, stretches, with_link_codecs
 from fusion.plan.plans import plan_of
 from fusion.plan.profile import profile_of
 from fusion.plan.timing import TimeModel
@@ -48,6 +49,7 @@ class Planned:
     problem: Problem
     arrangement: Arrangement
     evaluation: Evaluation
+    ladder: Ladder = PLAIN_LADDER  #: that the links chose from
 
     @property
     def bottleneck(self) -> str:
@@ -102,7 +104,8 @@ def plan_workload(cluster: Cluster, workload: Workload, job: JobView, options: O
     options = options or Options()
     if not cluster.nodes:
         raise PlanError("no node is idle; start one with 'fusion-node start'")
-    settings = Settings(options.method, parse_compression(job.compression), options.seed)
+    parts = stretches(job)
+    settings = Settings(options.method, longest(parts, job.steps), options.seed)
     settings.check()
     profile = profile_of(workload, job.optimizer_bytes_per_parameter, options.model, cuts=job.cuts)
     problem = Problem(profile, network_of(cluster), job)
@@ -115,7 +118,9 @@ def plan_workload(cluster: Cluster, workload: Workload, job: JobView, options: O
         found = improved(problem, found, out_of_time)
     evaluation = problem.evaluate(found)
     plan = replace(plan_of(problem, found, evaluation), step_s=simulated_s(problem, found))
-    return Planned(plan, problem, found, evaluation)
+    plan = _with_phases(plan, problem, found, parts)
+    ladder = settings.compression.ladder() if settings.compression.kind != "adatopk" else PLAIN_LADDER
+    return Planned(plan, problem, found, evaluation, ladder)
 
 
 def _check_cuts(problem: Problem) -> None:
@@ -132,6 +137,14 @@ def _timer(options: Options) -> Callable[[], bool]:
         return lambda: False
     end_s = clock_s() + options.budget_s
     return lambda: clock_s() >= end_s
+
+
+def _with_phases(plan: Plan, problem: Problem, found: Arrangement, parts: Sequence[Stretch]) -> Plan:
+    """Return the plan with the codecs of each part of the run; `found` has those of the longest."""
+    if len(parts) == 1:
+        return plan
+    first, changes = codec_changes(problem, found, parts)
+    return replace(plan, links=with_link_codecs(plan.links, first), codec_changes=changes)
 
 
 # ---- why there is none ----
@@ -161,7 +174,7 @@ def _closest(problem: Problem) -> Arrangement | None:
     def fitting(more_bytes: float) -> Arrangement | None:
         network = problem.network.subset(pool)
         richer = replace(network, memory_bytes=network.memory_bytes + more_bytes)
-        chain = Chain(Problem(problem.profile, richer, problem.job), (NONE,), 0.0)
+        chain = Chain(Problem(problem.profile, richer, problem.job), PLAIN_LADDER, 0.0)
         return next(iter(layered_plans(chain, lambda: False)), None)
 
     low, high = 0.0, float(problem.profile.memory_bytes(problem.micro_batches).max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fusion.base.ids import Epoch, StageIndex
+from fusion.plan.codecs import NONE
 from fusion.plan.cost import Arrangement, Evaluation, Problem
 from fusion.plan.types import Plan, PlannedLink, PlannedStage
 
@@ -15,7 +16,7 @@ def plan_of(problem: Problem, found: Arrangement, evaluation: Evaluation) -> Pla
     stages = tuple(_stage(problem, found, evaluation, stage) for stage in range(len(found.nodes)))
     links = []
     for source, target in np.argwhere(evaluation.raw_bytes + evaluation.tied_bytes > 0).tolist():
-        codec = found.codec(source, target)
+        codec = found.codec(source, target) if evaluation.raw_bytes[source, target] > 0 else NONE
         count = evaluation.raw_bytes[source, target] * job.micro_batches + evaluation.tied_bytes[source, target]
         seconds = float(evaluation.link_s[source, target])
         links.append(PlannedLink(StageIndex(source), StageIndex(target), codec.name, int(count), codec.ratio, seconds))

@@ -94,7 +94,9 @@ class JobView:
     optimizer_bytes_per_parameter: int  #: state beside the weight and its gradient: AdamW 8, SGD with momentum 4
     max_stages: int = 0  #: 0: no limit
     cuts: tuple[int, ...] = ()  #: operator positions asked for by the job, instead of the planner's choice
-    compression: str = "none"  #: "none", "topk:R", "adatopk:R", "auto" or "auto:R"
+    compression: str = "none"  #: as `codecs.parse_compression` reads it
+    steps: int = 0  #: of the whole run; 0: unknown, and only the first phase of `compression` is planned
+    first_step: int = 1  #: that the plan is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,14 @@ class PlannedLink:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecChange:
+    """From the beginning of a step on, these links use these codecs; the others keep theirs."""
+
+    from_step: int
+    links: tuple[tuple[StageIndex, StageIndex, str], ...]  #: (source, target, codec)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Shards to nodes, links to codecs, and the schedule. A newer epoch replaces it whole."""
 
@@ -138,3 +148,4 @@ class Plan:
     schedule: str
     micro_batches: int
     step_s: float = 0.0  #: estimated; 0: not estimated
+    codec_changes: tuple[CodecChange, ...] = ()  #: ascending; before the first the links' own codecs hold

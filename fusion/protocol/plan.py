@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from google.protobuf.message import DecodeError
 
-from fusion.base.errors import WireError
+from fusion.base.errors import ConfigError, WireError
 from fusion.base.ids import ClusterId, Epoch, Incarnation, JobId, NodeId, StageIndex, is_id
-from fusion.plan.types import Plan, PlannedLink, PlannedStage
+from fusion.compress.catalog import parse_codec
+from fusion.plan.types import CodecChange, Plan, PlannedLink, PlannedStage
 from fusion.protocol.job import BlobRef, JobSpec, blob_from_proto, job_from_proto, job_to_proto
 from fusion.wire.v1 import job_pb2, plan_pb2
 
@@ -65,7 +68,25 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
             ratio=link.ratio,
             seconds=link.seconds,
         )
+    for change in plan.codec_changes:
+        message.codec_changes.add(from_step=change.from_step, links=link_codecs_to_proto(change.links))
     return message
+
+
+def link_codecs_to_proto(links: Iterable[tuple[StageIndex, StageIndex, str]]) -> list[plan_pb2.LinkCodec]:
+    """Return the messages for the codecs of some links."""
+    return [plan_pb2.LinkCodec(source=source, target=target, codec=codec) for source, target, codec in links]
+
+
+def link_codecs_from_proto(
+    links: Iterable[plan_pb2.LinkCodec], stages: int
+) -> tuple[tuple[StageIndex, StageIndex, str], ...]:
+    """Return the codecs of some links of a plan with so many stages; WireError names one that cannot be."""
+    found = []
+    for item in links:
+        _check_link(item.source, item.target, item.codec, stages)
+        found.append((StageIndex(item.source), StageIndex(item.target), item.codec))
+    return tuple(found)
 
 
 def plan_from_proto(message: plan_pb2.Plan) -> Plan:
@@ -99,7 +120,11 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
         )
         for item in message.links
     )
-    plan = Plan(Epoch(message.epoch), stages, links, message.schedule, message.micro_batches, message.step_s)
+    changes = tuple(
+        CodecChange(change.from_step, link_codecs_from_proto(change.links, len(stages)))
+        for change in message.codec_changes
+    )
+    plan = Plan(Epoch(message.epoch), stages, links, message.schedule, message.micro_batches, message.step_s, changes)
     _check_plan(plan)
     return plan
 
@@ -122,10 +147,21 @@ def _check_plan(plan: Plan) -> None:
             )
         expected = stage.end_operator
     for link in plan.links:
-        if link.source == link.target or not (link.source < len(plan.stages) and link.target < len(plan.stages)):
-            raise WireError(
-                f"plan: link {link.source}->{link.target} does not join two of its {len(plan.stages)} stages"
-            )
+        _check_link(link.source, link.target, link.codec, len(plan.stages))
+    steps = [change.from_step for change in plan.codec_changes]
+    if any(later <= earlier for earlier, later in pairwise([0, *steps])):
+        raise WireError(f"plan: codec changes from the steps {steps[:16]}; they must ascend from 1")
+
+
+def _check_link(source: int, target: int, codec: str, stages: int) -> None:
+    if source == target or not (source < stages and target < stages):
+        raise WireError(f"plan: link {source}->{target} does not join two of its {stages} stages")
+    try:
+        spec = parse_codec(codec)
+    except ConfigError as error:
+        raise WireError(f"plan: link {source}->{target}: {error}") from None
+    if spec.error_feedback and source < target:
+        raise WireError(f"plan: link {source}->{target}: {spec.name!r} has error feedback on activations")
 
 
 def assignment_to_proto(assignment: Assignment) -> plan_pb2.Assignment:

@@ -10,14 +10,16 @@ import torch
 from fusion.base.errors import FusionError, WireError
 from fusion.base.ids import EdgeId, StageIndex
 from fusion.compress import raw
-from fusion.graph.dag import InputKind
+from fusion.compress.catalog import largest_frame_bytes
+from fusion.graph.dag import InputKind, Value
 from fusion.graph.partition import Partition
 from fusion.protocol.messages import MessageHeader, MessageKind
 from fusion.protocol.passes import MAX_VERDICT_BYTES, NORM_BYTES
+from fusion.runtime.coding import StageCoder
 from fusion.runtime.executor import all_uses
 from fusion.runtime.machine import Key
 from fusion.runtime.stage import Arrived, StageRunner
-from fusion.transport.base import Incoming, Outgoing, Transport
+from fusion.transport.base import Incoming, Outgoing, Payload, Transport
 from fusion_node import replicas
 
 _VALUE_KINDS = (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.EVAL)
@@ -26,15 +28,18 @@ _VALUE_KINDS = (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.EVAL)
 class WireOutbox:
     """Hands a stage's messages to the transport. Tensors are encoded on the link's own thread."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, coder: StageCoder) -> None:
         self._transport = transport
+        self._coder = coder
 
     def send_tensor(self, target: StageIndex, key: Key, tensor: torch.Tensor | None, *, requires_grad: bool) -> None:
-        def prepare() -> tuple[MessageHeader, memoryview]:
+        def prepare() -> tuple[MessageHeader, Payload]:
             if tensor is None:
+                self._coder.absent(key)
                 return MessageHeader(*_names(key), absent=True), memoryview(b"")
-            layout, payload = raw.encode(tensor)
-            return MessageHeader(*_names(key), layout=layout, requires_grad=requires_grad), payload
+            sent = self._coder.encode(key, tensor, requires_grad=requires_grad)
+            header = MessageHeader(*_names(key), sent.layout, requires_grad=requires_grad, codec=sent.codec)
+            return header, sent.payload
 
         self._transport.send(target, Outgoing(prepare))
 
@@ -55,12 +60,12 @@ class MessageReceiver:
     def __init__(
         self,
         runner: StageRunner,
-        device: str,
+        coder: StageCoder,
         on_lost: Callable[[StageIndex, str], None],
         on_failure: Callable[[FusionError], None],
     ) -> None:
         self._runner = runner
-        self._device = device
+        self._coder = coder
         self._on_lost = on_lost
         self._on_failure = on_failure
 
@@ -69,7 +74,7 @@ class MessageReceiver:
         header = message.header
         key = Key(header.kind, header.step, header.micro_batch, header.edge)
         try:
-            content = self._content(message)
+            content = self._content(key, message)
         except WireError as error:
             self._on_failure(
                 WireError(
@@ -84,18 +89,18 @@ class MessageReceiver:
         """Pass the loss of a peer on."""
         self._on_lost(peer, reason)
 
-    def _content(self, message: Incoming) -> Arrived:
+    def _content(self, key: Key, message: Incoming) -> Arrived:
         header = message.header
         if header.kind in (MessageKind.NORM, MessageKind.VERDICT):
             return Arrived(numbers=bytes(message.payload), release=message.release)
         if header.absent:
+            self._coder.absent(key)
             return Arrived(release=message.release)
         if header.layout is None:
             raise WireError("a tensor without a layout")
-        if header.codec != "none":
-            raise WireError(f"unknown codec {header.codec[:40]!r}")
-        tensor = raw.decode(header.layout, message.payload, self._device)
-        return Arrived(tensor, header.requires_grad, release=message.release)
+        requires_grad = header.requires_grad
+        tensor = self._coder.decode(key, header.layout, message.payload, header.codec, requires_grad=requires_grad)
+        return Arrived(tensor, requires_grad, release=message.release)
 
 
 def window_bytes(parts: Partition, stage: StageIndex, least: int) -> int:
@@ -108,10 +113,15 @@ def window_bytes(parts: Partition, stage: StageIndex, least: int) -> int:
     together: Counter[tuple[str, StageIndex]] = Counter()
     for edge in map(parts.edges.__getitem__, (*shard.incoming, *shard.outgoing)):
         peer = edge.source if edge.target == stage else edge.target
-        together["values", peer] += values[edge.value].bytes
+        together["values", peer] += _frame_bytes(values[edge.value])
     for index, use in all_uses(parts):
         together["uses", use.stage] += values[parts.shared[index].value].bytes
     return max(least, *together.values(), 0)
+
+
+def _frame_bytes(value: Value) -> int:
+    """Return the most bytes that a value travels as, with or without a codec."""
+    return 0 if value.spec is None else largest_frame_bytes(value.spec)
 
 
 class PayloadLimits:
@@ -121,8 +131,9 @@ class PayloadLimits:
         values = parts.graph.values
         shard = parts.shards[stage]
         self._edges = {
-            edge: raw.MAX_GAP_FACTOR * values[parts.edges[edge].value].bytes
+            edge: max(raw.MAX_GAP_FACTOR * value.bytes, _frame_bytes(value))
             for edge in (*shard.incoming, *shard.outgoing)
+            for value in (values[parts.edges[edge].value],)
         }
         self._uses = [raw.MAX_GAP_FACTOR * values[parts.shared[index].value].bytes for index, _ in all_uses(parts)]
         parameters = sum(source.kind is InputKind.PARAMETER for source in parts.graph.inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ class Tensors:
 
     inputs: dict[str, torch.Tensor]  #: parameters, buffers and constants
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
+    coding: dict[str, torch.Tensor] = field(default_factory=dict)  #: of codecs: residuals and bases
 
 
 def foreign_parameters(parts: Partition, stage: StageIndex) -> set[str]:
@@ -70,22 +71,30 @@ def _inputs(parts: Partition, stage: StageIndex) -> Iterable[tuple[str, bool]]:
             yield source.name, source.kind is InputKind.BUFFER
 
 
-def load_stage(parts: Partition, stage: StageIndex, weights: ChunkSource, states: Sequence[ChunkSource]) -> Tensors:
+def load_stage(
+    parts: Partition,
+    stage: StageIndex,
+    weights: ChunkSource,
+    states: Sequence[ChunkSource],
+    coding_names: Callable[[Iterable[str]], set[str]] = lambda _names: set(),
+) -> Tensors:
     """Return what a stage starts with: from the job's weights, and of a resumed job from the states handed on.
 
-    DataError names a tensor that none of them has.
+    `coding_names` picks what the stage's codecs take over of a state. DataError names a tensor that none of them has.
     """
     found = Tensors(load_tensors(weights, initial_names(parts, stage, resumed=bool(states))))
     if not states:
         return found
     wanted = {name for name, changes in _inputs(parts, stage) if changes}
     for source in states:
-        if not wanted:
-            break
         header = blob_header(source)
         inputs = wanted & header.keys()
         optimizer = {name for name in header if name.startswith(OPTIMIZER_PREFIX) and _parameter(name) in inputs}
-        tensors = load_tensors(source, inputs | optimizer)
+        coding = coding_names(header)
+        if not inputs | coding:
+            continue
+        tensors = load_tensors(source, inputs | optimizer | coding)
+        found.coding |= {name: tensors[name] for name in coding}
         found.inputs |= {name: tensors[name] for name in inputs}
         found.optimizer |= {name: tensors[name] for name in optimizer}
         wanted -= inputs

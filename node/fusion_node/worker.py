@@ -24,11 +24,13 @@ from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
 from fusion.graph.partition import Partition, partition, stage_cost
 from fusion.observe import history
+from fusion.plan.codecs import codec_schedule
 from fusion.plan.plan_simulation import schedules_of
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import BlobRef, DataSpec, JobSpec, job_from_proto
 from fusion.protocol.plan import Resume, plan_from_proto, resume_from_proto
+from fusion.runtime.coding import StageCoder
 from fusion.runtime.data import DataSet, files_needed, open_data
 from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.local import apply_settings
@@ -106,6 +108,7 @@ class Worker:
         self._runner: StageRunner | None = None
         self._states = StateFiles(Path(config.cache_dir))
         self._meter: LinkMeter | None = None
+        self._coder: StageCoder | None = None
         self._passes = 0
         self._step = 0
 
@@ -186,7 +189,8 @@ class Worker:
         apply_settings(job)
         resume = self._task.resume
         states = [self._state_source(blobs, ref) for ref in (() if resume is None else resume.states)]
-        tensors = load_stage(parts, stage, blobs.reader(job.weights), states)
+        self._coder = coder = StageCoder(parts, stage, codec_schedule(plan), seed=job.seed, device=self._config.device)
+        tensors = load_stage(parts, stage, blobs.reader(job.weights), states, coder.state_names)
         executor = ShardExecutor(
             parts,
             stage,
@@ -207,12 +211,13 @@ class Worker:
             executor,
             self._open_data(job.data, executor, blobs),
             None if job.eval_data is None else self._open_data(job.eval_data, executor, blobs),
-            WireOutbox(transport),
+            WireOutbox(transport, coder),
             self._on_step,
             first_step=1 if resume is None else resume.step + 1,
             pace=self._pace(parts),
+            coder=coder,
         )
-        runner.load_state(tensors.optimizer)
+        runner.load_state(tensors.optimizer | tensors.coding)
         return runner, transport
 
     def _state_source(self, blobs: BlobClient, state: BlobRef) -> ChunkSource:
@@ -314,7 +319,8 @@ class Worker:
 
     def _connect(self, transport: GrpcTransport, runner: StageRunner) -> None:
         """Wait for all peers; a stop that comes meanwhile ends the wait."""
-        receiver = MessageReceiver(runner, self._config.device, self._on_lost, self._on_failure)
+        assert self._coder is not None  # made with the runner
+        receiver = MessageReceiver(runner, self._coder, self._on_lost, self._on_failure)
         self._connecting = transport
         try:
             if self._stop_reason is None:

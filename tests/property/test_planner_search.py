@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusion.plan.batch import cost_orders
 from fusion.plan.chain import NEVER, Chain
-from fusion.plan.codecs import LADDER, parse_compression
+from fusion.plan.codecs import PLAIN_LADDER, parse_compression
 from fusion.plan.cost import Problem
 from fusion.plan.layers import layered_plans
 from fusion.plan.methods import Settings, arrange
@@ -50,7 +50,7 @@ def problems(draw: st.DrawFn, skips: bool = False) -> Problem:
 @untimed
 @given(problems(), st.randoms(use_true_random=False))
 def test_an_order_costs_in_the_batch_what_it_costs_exactly(of: Problem, random: object) -> None:
-    chain = Chain(of, LADDER, 0.0)
+    chain = Chain(of, parse_compression("auto:7.5")[0].compression.ladder(), 0.0)
     count = min(len(of.network.flops), of.max_stages)
     orders = [tuple(random.sample(range(len(of.network.flops)), random.randint(1, count))) for _ in range(5)]  # type: ignore[attr-defined]
     caps = np.array([list(range(3, len(chain.caps_s), 4))] * len(orders))
@@ -69,9 +69,9 @@ def test_an_order_costs_in_the_batch_what_it_costs_exactly(of: Problem, random: 
 @settings(untimed, max_examples=15)
 @given(problems(skips=True), st.sampled_from(["fusion", "exact"]), st.sampled_from(["none", "auto", "adatopk:20"]))
 def test_what_is_found_can_run_and_uses_no_node_twice(of: Problem, method: str, compression: str) -> None:
-    found = arrange(of, Settings(method, parse_compression(compression)), lambda: False)
+    found = arrange(of, Settings(method, parse_compression(compression)[0].compression), lambda: False)
     if found is None:
-        assert not layered_plans(Chain(of, LADDER[:1], 0.0), lambda: False)
+        assert not layered_plans(Chain(of, PLAIN_LADDER, 0.0), lambda: False)
         return
     assert len(set(found.nodes)) == len(found.nodes) == len(found.places) - 1
     assert found.places[0] == 0

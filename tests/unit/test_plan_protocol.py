@@ -11,7 +11,7 @@ from fusion.base import errors
 from fusion.base.errors import FusionError, StateError, UnreachableError, WireError
 from fusion.base.ids import ClusterId, Epoch, Incarnation, JobId, NodeId, StageIndex
 from fusion.graph.dag import TensorSpec
-from fusion.plan.types import Plan, PlannedLink, PlannedStage
+from fusion.plan.types import CodecChange, Plan, PlannedLink, PlannedStage
 from fusion.protocol.job import BlobRef, DataField, DataFile, DataSpec, JobSpec, OptimizerSpec, RowSource
 from fusion.protocol.plan import Assignment, assignment_from_proto, assignment_to_proto, plan_from_proto, plan_to_proto
 from fusion.protocol.status import RefusalError, error_metadata, from_rpc_error, status_of
@@ -20,7 +20,15 @@ STAGES = (
     PlannedStage(NodeId("a" * 20), "n0", "10.0.0.1:7445", Incarnation(3), 0, 7, 1000, 2**33, 0.25, 0.5),
     PlannedStage(NodeId("b" * 20), "n1", "10.0.0.2:7445", Incarnation(9), 7, 8, 1, 2**20, 0.125, 0.0),
 )
-PLAN = Plan(Epoch(4), STAGES, (PlannedLink(StageIndex(0), StageIndex(1), "none", 12345),), "gpipe", 8)
+S0, S1 = StageIndex(0), StageIndex(1)
+PLAN = Plan(
+    Epoch(4),
+    STAGES,
+    (PlannedLink(S0, S1, "none", 12345),),
+    "gpipe",
+    8,
+    codec_changes=(CodecChange(5, ((S0, S1, "int8"), (S1, S0, "topk:20+ef"))), CodecChange(9, ((S0, S1, "none"),))),
+)
 JOB = JobSpec(
     "j",
     BlobRef("0" * 64, 1),
@@ -52,6 +60,12 @@ def test_an_assignment_comes_back_the_same():
         dataclasses.replace(PLAN, stages=(STAGES[0], dataclasses.replace(STAGES[1], end_operator=7))),
         dataclasses.replace(PLAN, links=(PlannedLink(StageIndex(0), StageIndex(2), "none", 1),)),
         dataclasses.replace(PLAN, links=(PlannedLink(StageIndex(1), StageIndex(1), "none", 1),)),
+        dataclasses.replace(PLAN, links=(PlannedLink(S0, S1, "zip", 1),)),
+        dataclasses.replace(PLAN, links=(PlannedLink(S0, S1, "int8+ef", 1),)),  # error feedback on activations
+        dataclasses.replace(PLAN, codec_changes=PLAN.codec_changes[::-1]),
+        dataclasses.replace(PLAN, codec_changes=(CodecChange(0, ()),)),
+        dataclasses.replace(PLAN, codec_changes=(CodecChange(2, ((S0, StageIndex(2), "none"),)),)),
+        dataclasses.replace(PLAN, codec_changes=(CodecChange(2, ((S0, S1, "int9"),)),)),
         dataclasses.replace(PLAN, schedule="zigzag"),
         dataclasses.replace(PLAN, micro_batches=0),
     ],

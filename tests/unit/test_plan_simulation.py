@@ -8,14 +8,13 @@ import pytest
 
 from fusion.base.errors import PlanError
 from fusion.base.ids import Epoch, Incarnation, NodeId, StageIndex
-from fusion.plan.codecs import LADDER, TOPK_DECODE_BYTES_PER_S, TOPK_ENCODE_BYTES_PER_S
+from fusion.compress.catalog import parse_codec, speeds
 from fusion.plan.plan_simulation import pipeline_of, schedules_of, simulate_plan
 from fusion.plan.schedule import format_schedule
 from fusion.plan.simulation import SharedLoad, Wire
 from fusion.plan.types import Cluster, ClusterNode, Link, LinkTable, Plan, PlannedLink, PlannedStage, Uplink
 from fusion.plan.workload import HeldLoad, OperatorLoad, ValueLoad, Workload
 
-INT8 = next(codec for codec in LADDER if codec.name == "int8")
 NODES = tuple(
     ClusterNode(NodeId(name), name, f"{name}:1", Incarnation(1), 10**9, 1000.0, site, bytes_per_s=800.0)
     for name, site in (("a", "east"), ("b", "east"), ("c", "west"))
@@ -63,13 +62,13 @@ def test_values_travel_to_every_stage_that_reads_them_once_and_shrink_by_the_lin
 def test_a_codec_takes_its_time_at_both_ends() -> None:
     edge = pipeline_of(PLAN, WORKLOAD, CLUSTER).edges[3]
     assert (edge.forward_encode_s, edge.forward_decode_s) == pytest.approx(
-        (40 / INT8.encode_bytes_per_s, 40 / INT8.decode_bytes_per_s)
+        tuple(40 / speed for speed in speeds(parse_codec("int8")))
     )
     assert (edge.backward_encode_s, edge.backward_decode_s) == (0, 0)
     link = replace(PLAN.links[0], codec="topk:100", ratio=100.0)
     edge = pipeline_of(replace(PLAN, links=(link,)), WORKLOAD, CLUSTER).edges[3]
     assert (edge.forward_encode_s, edge.forward_decode_s) == pytest.approx(
-        (40 / TOPK_ENCODE_BYTES_PER_S, 40 / TOPK_DECODE_BYTES_PER_S)
+        tuple(40 / speed for speed in speeds(parse_codec("topk:100")))
     )
 
 

@@ -8,12 +8,13 @@ from math import inf
 import pytest
 
 from fusion.base.errors import ConfigError, GraphError, PlanError
+from fusion.base.ids import StageIndex
 from fusion.graph.partition import partition
 from fusion.plan.explain import explain
 from fusion.plan.methods import METHODS
 from fusion.plan.need import stage_bytes
 from fusion.plan.planner import Options, make_plan, plan_workload
-from fusion.plan.types import Link, LinkTable, Uplink
+from fusion.plan.types import CodecChange, Link, LinkTable, Uplink
 from tests.support.graphs import chain
 from tests.support.planner import GIGA, SGD, chain_load, cluster, node
 
@@ -101,13 +102,42 @@ def test_the_codec_of_every_link_is_in_the_plan() -> None:
     machines = cluster([node("a", 30 * GIGA, 20_000_000), node("b", 30 * GIGA, 20_000_000)])
     load = chain_load(4, value_bytes=1_000_000, weight_elements=700_000)
     dense = plan_workload(machines, load, replace(SGD, micro_batches=2))
-    codecs = plan_workload(machines, load, replace(SGD, micro_batches=2, compression="auto"))
+    codecs = plan_workload(machines, load, replace(SGD, micro_batches=2, compression="auto:7.5"))
     assert {link.codec for link in dense.plan.links} == {"none"}
     assert codecs.plan.step_s < dense.plan.step_s / 3
     strong = [link for link in codecs.plan.links if link.codec == "int4"]
     assert strong
-    assert strong[0].ratio == 7.5
+    assert strong[0].ratio == pytest.approx(64 * 4 / (64 / 2 + 2), rel=1e-3)
     assert strong[0].bytes_per_step == 2_000_000  # before the codec
+
+
+def planned_codecs(compression: str, **changes: int) -> tuple[dict[tuple[int, int], str], list[CodecChange]]:
+    machines = cluster([node("a", 30 * GIGA, 20_000_000), node("b", 30 * GIGA, 20_000_000)])
+    load = chain_load(4, value_bytes=1_000_000, weight_elements=700_000)
+    job = replace(SGD, micro_batches=2, compression=compression, **changes)
+    found = plan_workload(machines, load, job).plan
+    return {(link.source, link.target): link.codec for link in found.links}, list(found.codec_changes)
+
+
+def test_a_fixed_pair_is_on_every_link_each_way() -> None:
+    assert planned_codecs("int8/int4") == ({(0, 1): "int8", (1, 0): "int4"}, [])
+    assert planned_codecs("mask:1/8") == ({(0, 1): "mask:1/8", (1, 0): "mask:1/8+int4"}, [])
+    assert planned_codecs("int8,1>0=bf16") == ({(0, 1): "int8", (1, 0): "bf16"}, [])
+    with pytest.raises(PlanError, match="link 2>1 is not in a plan of 2 stages"):
+        planned_codecs("int8,2>1=bf16")
+
+
+def test_the_phases_of_a_run_become_changes_at_their_steps() -> None:
+    text = "mask:1/8 int8/int4@50% bf16@90%"
+    first, changes = planned_codecs(text, steps=200)
+    assert first == {(0, 1): "mask:1/8", (1, 0): "mask:1/8+int4"}
+    assert changes == [
+        CodecChange(101, ((StageIndex(0), StageIndex(1), "int8"), (StageIndex(1), StageIndex(0), "int4"))),
+        CodecChange(181, ((StageIndex(0), StageIndex(1), "bf16"), (StageIndex(1), StageIndex(0), "bf16"))),
+    ]
+    assert planned_codecs(text, steps=200, first_step=150) == ({(0, 1): "int8", (1, 0): "int4"}, changes[1:])
+    assert planned_codecs("int8 none@7", steps=200)[1][0].from_step == 7
+    assert planned_codecs("int8 none@300", steps=200)[1] == []  # a step that the run does not reach
 
 
 # ---- what nodes are worth ----
