@@ -7,7 +7,7 @@ seeds give the same initial weights, data and order with every codec. Gaps are i
 of the training loss (mean of the last tenth of the steps), of the held-out loss with the codec at work, and of the
 held-out loss as users will serve the weights: in one piece, without it. The control, fp16 both ways, shows how much
 two runs differ for no reason. Ratio is the bytes of all tensors that training sends without a codec over those with
-it. CODEC may be a schedule, "mask:1/8@0.5,int8/int4@0.9,int8": each up to that share of the steps, the last to the end.
+it. CODEC is what a job's `compression` may be, also in phases: "mask:1/8 int8/int4@50% int8@90%".
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.convergence_tasks import Task, even_cuts, tasks
-from fusion.base.errors import ConfigError, StateError
+from fusion.base.errors import StateError
 from fusion.compress.catalog import parse_pair
 from fusion.compress.linkcodecs import CodecSchedule, LinkCodecs
 from fusion.graph.partition import partition
 from fusion.job.weights import merged
+from fusion.plan.codecs import AUTO_PAIRS, Compression, pair_ratio, parse_compression
 from fusion.protocol.metrics import StepMetrics
 from fusion.runtime.local import compute_settings, make_coders, make_runners
 
@@ -57,16 +58,19 @@ class Outcome:
 
 
 def schedule_of(codec: str, steps: int) -> CodecSchedule:
-    """Read "CODEC@SHARE,...,CODEC"; ConfigError says what is wrong."""
-    phases, first = [], 1
-    parts = codec.split(",")
-    for number, part in enumerate(parts):
-        name, _, share = part.partition("@")
-        phases.append((first, LinkCodecs(parse_pair(name))))
-        if (number == len(parts) - 1) != (not share):
-            raise ConfigError(f"codec: {codec!r}: every part but the last needs an end, as in mask:1/8@0.5,int8")
-        first = 1 + round(float(share or 1) * steps)
-    return CodecSchedule(tuple(phases))
+    """Read what a job's `compression` may be; "auto" uses the strongest codecs that it may, and a link is like another.
+
+    ConfigError says what is wrong.
+    """
+    phases = parse_compression(codec, "codec")
+    return CodecSchedule(tuple((phase.begins(steps), _codecs(phase.compression)) for phase in phases))
+
+
+def _codecs(wanted: Compression) -> LinkCodecs:
+    if wanted.kind == "auto":
+        return LinkCodecs([pair for pair in AUTO_PAIRS if pair_ratio(pair) <= wanted.ratio][-1], wanted.links)
+    pair = parse_pair(f"adatopk:{wanted.ratio}") if wanted.kind == "adatopk" else wanted.pair
+    return LinkCodecs(pair, wanted.links)
 
 
 def train(task: Task, seed: int, steps: int, codec: str) -> Outcome:
@@ -205,7 +209,7 @@ def measure(runs: Runs, models: Sequence[str], codec: str, seeds: int, steps: in
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--codec", default="int8/int4", help="a codec, a pair, or a schedule of them")
+    parser.add_argument("--codec", default="auto", help="as a job's compression")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind, with other weights and order of data")
     parser.add_argument("--models", default="gpt,resnet", help="comma-separated; default: both")
     parser.add_argument("--steps", type=int, default=0, help="of every run; default: the model's own")

@@ -31,14 +31,20 @@ def test_finished_runs_are_taken_from_the_cache(tmp_path: Path, monkeypatch: pyt
     assert len(first.losses) == 3
 
 
-def test_each_codec_of_a_schedule_ends_at_its_share_of_the_steps() -> None:
-    schedule = schedule_of("mask:1/8@0.5,int8/int4@0.9,int8", 20)
+def test_a_run_has_the_codecs_of_a_jobs_compression_phase_by_phase() -> None:
+    schedule = schedule_of("mask:1/8 int8/int4@50% int8@90%", 20)
     names = [schedule.at(step).pair.name for step in (1, 10, 11, 18, 19, 20)]
     assert names == ["mask:1/8/int4", "mask:1/8/int4", "int8/int4", "int8/int4", "int8", "int8"]
 
 
-@pytest.mark.parametrize("codec", ["int8@0.5", "int8,int4", "int8@0.5,int9"])
-def test_a_schedule_that_cannot_be_is_refused(codec: str) -> None:
+def test_auto_stands_for_the_strongest_codecs_that_it_may_use() -> None:
+    assert schedule_of("auto:4", 20).at(1).pair.name == "int8"
+    assert schedule_of("auto:1", 20).at(1).pair.name == "none"
+    assert schedule_of("adatopk:100", 20).at(1).pair.name == "adatopk:100"
+
+
+@pytest.mark.parametrize("codec", ["int8@50% int4", "int8 int9@50%"])
+def test_a_compression_that_cannot_be_is_refused(codec: str) -> None:
     with pytest.raises(ConfigError):
         schedule_of(codec, 20)
 
