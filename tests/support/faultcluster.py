@@ -17,7 +17,7 @@ import torch
 
 import fusion
 from fusion.base.ids import random_id
-from fusion.cli.democluster import NODE_FLOPS, NODE_MEMORY
+from fusion.cli.democluster import DemoNode
 from fusion.cli.helpers import Helper
 from fusion.graph.partition import partition
 from fusion.job.client import Client
@@ -108,7 +108,7 @@ class FaultCluster(Cluster):
         """Join as a node, over the failing links if there are any, and start its daemon."""
         home, address = self.directory / name, self.nodes[name]
         arguments = ["start", "--name", name, "--home", str(home), "--listen", address, "--advertise", address]
-        arguments += ["--device", "cpu", "--threads", "1", "--speed", str(NODE_FLOPS), "--max-memory", NODE_MEMORY]
+        arguments += DemoNode(name).options()
         self._join(name, home)
         if self.chaos is not None:
             routes = self.directory / f"routes-{name}.json"
