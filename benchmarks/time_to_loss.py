@@ -1,0 +1,194 @@
+"""How much sooner a loss is reached on slow links: with "auto", without codecs, and with the paper's AdaTopK.
+
+    python -m benchmarks.time_to_loss --json --cache runs.jsonl
+
+Four nodes with links of 100, 20 and 8 Mbit/s between them train the GPT of `benchmarks.convergence`, cut into the same
+four stages each time. The planner chooses who takes which stage and the codec of every link, for each kind of
+compression. A step takes what the simulator says, with measured speeds of codecs (`benchmarks.prediction` compares it
+with real runs); the losses are those of a real training in which every link has the codecs of its plan.
+
+`auto_vs_none` is the time that the uncompressed run takes to a held-out loss over the time that "auto" takes; the loss
+is the last one of whichever of both ends higher, so that both reach it. `auto_vs_adatopk` likewise. Losses are those of
+the weights as they are served, without codec, on a part of the held-out text, linear between two measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.convergence import Runs
+from benchmarks.convergence_tasks import even_cuts, tasks
+from fusion.graph.dag import Graph
+from fusion.job.prepare import captured_graph
+from fusion.plan.cluster_file import parse_cluster
+from fusion.plan.codecs import link_codec
+from fusion.plan.plan_simulation import simulate_plan
+from fusion.plan.planner import make_plan
+from fusion.plan.types import Cluster, CodecChange, JobView, Plan
+from fusion.plan.workload import workload_of
+from fusion.protocol.job import JobSpec
+
+KINDS = ("none", "auto", "adatopk:100")
+_SIMULATED_STEPS = 3
+CLUSTER = """
+[[nodes]]
+name = "node"
+speed = "100G"
+memory = "4GiB"
+count = 4
+[[links]]
+between = ["node-1", "node-2"]
+rate = "100 Mbit/s"
+delay = "5 ms"
+[[links]]
+between = ["node-2", "node-3"]
+rate = "20 Mbit/s"
+delay = "10 ms"
+[default]
+rate = "8 Mbit/s"
+delay = "15 ms"
+"""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a plan comes to: how long steps take, and which codecs the links have."""
+
+    step_s: tuple[tuple[int, float], ...]  #: (from step, seconds of each)
+    compression: str  #: with the codec of every link
+
+    def seconds(self, steps: float) -> float:
+        """Return the time that so many steps from the first take; a fraction of a step takes that part of it."""
+        ends = [*(first - 1 for first, _ in self.step_s[1:]), float("inf")]
+        spans = zip(self.step_s, ends, strict=True)
+        return sum(each * max(0.0, min(steps, end) - (first - 1)) for (first, each), end in spans)
+
+
+def pace_of(cluster: Cluster, spec: JobSpec, graph: Graph, compression: str) -> Pace:
+    """Plan the job with this compression and simulate a step of each of its phases."""
+    job = JobView(
+        micro_batches=spec.micro_batches,
+        schedule=spec.schedule,
+        optimizer_bytes_per_parameter=spec.optimizer.state_bytes_per_parameter,
+        cuts=tuple(even_cuts(graph)),
+        compression=compression,
+        steps=spec.steps,
+    )
+    plan, workload = make_plan(cluster, graph, job).plan, workload_of(graph)
+    found, phases = [], []
+    for first, changed in phases_of(plan):
+        found.append((first, simulate_plan(changed, workload, cluster, steps=_SIMULATED_STEPS).step_s))
+        links = "".join(f",{link.source}>{link.target}={link.codec}" for link in changed.links)
+        phases.append(f"none{links}" + (f"@{first}" if first > 1 else ""))
+    return Pace(tuple(found), " ".join(phases))
+
+
+def phases_of(plan: Plan) -> list[tuple[int, Plan]]:
+    """Return (first step, the plan with the codecs of then) for every time at which a plan's codecs change."""
+    found = [(1, plan)]
+    for change in plan.codec_changes:
+        found.append((change.from_step, _changed(found[-1][1], change)))
+    return found
+
+
+def _changed(plan: Plan, change: CodecChange) -> Plan:
+    codecs = {(source, target): codec for source, target, codec in change.links}
+    links = (
+        replace(link, codec=codec, ratio=link_codec(codec, link.source, link.target).ratio)
+        for link in plan.links
+        for codec in (codecs.get((link.source, link.target), link.codec),)
+    )
+    return replace(plan, links=tuple(links))
+
+
+def steps_to(loss: float, curve: Sequence[tuple[float, float]]) -> float:
+    """Return after how many steps a curve of (step, loss) is at `loss`, which it reaches."""
+    before = curve[0]
+    for point in curve:
+        if point[1] <= loss:
+            share = (before[1] - loss) / (before[1] - point[1]) if before[1] > point[1] else 0.0
+            return before[0] + share * (point[0] - before[0])
+        before = point
+    return curve[-1][0]
+
+
+def measure(runs: Runs, seeds: int, steps: int, cluster: Cluster, *, quick: bool = False) -> dict[str, Any]:
+    """Return the ratios of times, and what they come from."""
+    task = tasks(quick=quick)["gpt"]
+    steps = steps or task.settings.steps
+    spec, graph = captured_graph(task.job(1, steps))
+    paces = {kind: pace_of(cluster, spec, graph, kind) for kind in KINDS}
+    curves = {
+        kind: _mean_curve([runs.outcome("gpt", seed, steps, pace.compression).curve for seed in range(1, seeds + 1)])
+        for kind, pace in paces.items()
+    }
+    auto, budget_s = "auto", paces["auto"].seconds(steps)
+    result: dict[str, Any] = {"seeds": seeds, "step_times": "simulated"}
+    for name, other in (("auto_vs_none", "none"), ("auto_vs_adatopk", "adatopk:100")):
+        loss = max(curves[auto][-1][1], curves[other][-1][1])
+        times = {kind: paces[kind].seconds(steps_to(loss, curves[kind])) for kind in (auto, other)}
+        result[name] = times[other] / times[auto]
+        result[f"{name}_loss"] = loss
+    result["kinds"] = {
+        kind: {
+            "step_s": [list(item) for item in pace.step_s],
+            "seconds": pace.seconds(steps),
+            "last_loss": curves[kind][-1][1],
+            "loss_when_auto_ends": loss_at(budget_s, pace, curves[kind]),
+            "compression": pace.compression,
+            "curve": curves[kind],
+        }
+        for kind, pace in paces.items()
+    }
+    return result
+
+
+def loss_at(seconds: float, pace: Pace, curve: Sequence[tuple[float, float]]) -> float:
+    """Return the loss after so much time; before the first measurement that one, after the last one the last."""
+    before = curve[0]
+    for point in curve:
+        if pace.seconds(point[0]) >= seconds:
+            here, there = pace.seconds(before[0]), pace.seconds(point[0])
+            share = min(1.0, max(0.0, (seconds - here) / (there - here))) if there > here else 0.0
+            return before[1] + share * (point[1] - before[1])
+        before = point
+    return curve[-1][1]
+
+
+def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[float, float]]:
+    return [(float(points[0][0]), statistics.fmean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=0, help="of every run; default: the model's own")
+    parser.add_argument("--cache", type=Path, help="file of finished runs, as of benchmarks.convergence")
+    parser.add_argument("--cluster", type=Path, help="a cluster file instead of the built-in one")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, a few steps: shows only that it works")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    text = CLUSTER if options.cluster is None else options.cluster.read_text()
+    runs = Runs(options.cache, quick=options.quick)
+    result = measure(runs, options.seeds, options.steps, parse_cluster(text, "cluster"), quick=options.quick)
+    if options.json:
+        print(json.dumps(result))
+        return
+    for kind, found in result["kinds"].items():
+        steps = ", ".join(f"{each:.3f} s from step {first}" for first, each in found["step_s"])
+        print(f"{kind:12} {steps}; {found['seconds']:.0f} s in all, held-out loss {found['last_loss']:.4f}")
+    print(f"to the same loss: {result['auto_vs_none']:.2f} x none, {result['auto_vs_adatopk']:.2f} x adatopk:100")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""`python -m benchmarks.time_to_loss`: from plans' step times and real loss curves to times until a loss."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.convergence import Runs
+from benchmarks.time_to_loss import CLUSTER, Pace, loss_at, measure, steps_to
+from fusion.plan.cluster_file import parse_cluster
+
+CURVE = [(10.0, 3.0), (20.0, 2.0), (30.0, 2.5), (40.0, 1.0)]
+
+
+def test_a_run_takes_each_phases_step_time_for_its_steps() -> None:
+    pace = Pace(((1, 0.5), (11, 2.0)), "none")
+    assert [pace.seconds(steps) for steps in (0, 4, 10, 12.5)] == [0.0, 2.0, 5.0, 10.0]
+
+
+def test_a_loss_between_two_measurements_is_reached_between_them() -> None:
+    assert [steps_to(loss, CURVE) for loss in (3.5, 2.5, 2.0, 1.75, 1.0)] == [10.0, 15.0, 20.0, 35.0, 40.0]
+
+
+def test_the_loss_after_a_time_is_read_from_the_curve() -> None:
+    pace = Pace(((1, 0.5), (21, 1.0)), "none")
+    assert [loss_at(seconds, pace, CURVE) for seconds in (1.0, 7.5, 10.0, 15.0, 99.0)] == [3.0, 2.5, 2.0, 2.25, 1.0]
+
+
+@pytest.mark.slow
+def test_slow_links_make_auto_faster_than_none_and_its_losses_lower_than_adatopks() -> None:
+    result = measure(Runs(None, quick=True), 1, 12, parse_cluster(CLUSTER, "cluster"), quick=True)
+    none, auto, adatopk = (result["kinds"][kind] for kind in ("none", "auto", "adatopk:100"))
+    assert auto["step_s"][0][1] < none["step_s"][0][1]
+    assert auto["last_loss"] < adatopk["last_loss"]
+    assert result["auto_vs_none"] > 1
+    assert result["auto_vs_adatopk"] > 1
+    assert "0>1=adatopk" in adatopk["compression"]
