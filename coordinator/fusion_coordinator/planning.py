@@ -13,6 +13,7 @@ from fusion.base.ids import NodeId
 from fusion.graph.dag import Graph
 from fusion.plan.equal_compute import plan as by_equal_compute
 from fusion.plan.inforce import in_force
+from fusion.plan.phases import with_codecs
 from fusion.plan.planner import Options, make_plan
 from fusion.plan.replicas import with_replicas
 from fusion.plan.types import Cluster, JobView, Plan
@@ -34,6 +35,8 @@ def job_view(spec: JobSpec) -> JobView:
         optimizer_bytes_per_parameter=spec.optimizer.state_bytes_per_parameter,
         max_stages=spec.max_stages,
         cuts=spec.cuts,
+        compression=spec.compression,
+        steps=spec.steps,
     )
 
 
@@ -81,14 +84,14 @@ class Planner:
 
     def _divide(self, cluster: Cluster, spec: JobSpec, cuts: Sequence[int]) -> Plan:
         view = replace(job_view(spec), cuts=tuple(cuts), max_stages=0)
-        return with_replicas(by_equal_compute(cluster, self._graph(spec.graph)[0], view), cluster)
+        return _divided(cluster, *self._graph(spec.graph), view)
 
     def _plan(self, cluster: Cluster, spec: JobSpec) -> Plan:
         """Without any measured link the nodes' speed and memory are all that there is to plan by."""
-        graph, view = self._graph(spec.graph)[0], job_view(spec)
+        (graph, workload), view = self._graph(spec.graph), job_view(spec)
         blind = spec.planner == "fusion" and (len(cluster.nodes) == 1 or not measured(cluster))
         if blind or spec.planner == "equal-compute":
-            return with_replicas(by_equal_compute(cluster, graph, view), cluster)
+            return _divided(cluster, graph, workload, view)
         return _planned(cluster, graph, view, spec.planner)
 
     def _compare(
@@ -126,6 +129,11 @@ class Planner:
 
 def _planned(cluster: Cluster, graph: Graph, job: JobView, method: str) -> Plan:
     plan = make_plan(cluster, graph, job, Options(method, budget_s=BUDGET_S, clock_s=time.monotonic)).plan
+    return with_replicas(plan, cluster)
+
+
+def _divided(cluster: Cluster, graph: Graph, workload: Workload, job: JobView) -> Plan:
+    plan = with_codecs(by_equal_compute(cluster, graph, job), cluster, workload, job)
     return with_replicas(plan, cluster)
 
 

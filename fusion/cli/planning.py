@@ -33,7 +33,7 @@ def planning_options(function: F) -> F:
         click.option("--live", is_flag=True, help="Take the cluster from the coordinator instead."),
         click.option("--coordinator", metavar="HOST:PORT", help="With --live: whom to ask."),
         click.option("--method", default="fusion", metavar="NAME", help=_METHODS),
-        click.option("--compression", default="none", metavar="HOW", help="none, topk:R, adatopk:R, auto or auto:MAX."),
+        click.option("--compression", metavar="HOW", help="Instead of the job's own: none, int8/int4, auto, ..."),
         click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of make_job()."),
         click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the planner's search."),
         click.option(
@@ -63,7 +63,7 @@ def plan_case(
     live: bool,
     coordinator: str | None,
     method: str,
-    compression: str,
+    compression: str | None,
     settings: tuple[str, ...],
     seed: int,
     budget: float,
@@ -88,7 +88,8 @@ def plan_case(
         optimizer_bytes_per_parameter=draft.optimizer.state_bytes_per_parameter,
         max_stages=draft.max_stages,
         cuts=draft.cuts,
-        compression=compression,
+        compression=draft.compression if compression is None else compression,
+        steps=draft.steps,
     )
     planned = make_plan(cluster, graph, view, Options(method, seed, budget, time.monotonic))
     return Case(draft.name, view, workload_of(graph), cluster, planned)

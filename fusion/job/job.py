@@ -72,6 +72,9 @@ class Job:
         "equal-number", "equal-compute" (as many nodes as `stages` allows), or "exact" (at most 12 nodes).
     replan: whether the running job may move to another plan once measurements show that it is clearly better. The
         losses stay the same. A job with `cuts`, or with another planner than "fusion", stays where it is.
+    compression: how values and gradients travel between stages: a codec, or FORWARD/BACKWARD, such as "int8/int4"; see
+        docs/compression.md. "none"; "auto", for each link the mildest that takes it off the critical path, never
+        stronger than "auto:R" allows; "adatopk:R". Several, one after the other: "auto:12 int8@70% none@90%".
     shuffle: whether each pass over the data has a new order; otherwise the data's own.
     threads: compute threads of every worker; 0: each node's own choice.
     name: for people; default: the model's class.
@@ -103,6 +106,7 @@ class Job:
         cuts: Sequence[int] = (),
         planner: str = "fusion",
         replan: bool = True,
+        compression: str = "none",
         shuffle: bool = True,
         threads: int = 0,
         name: str | None = None,
@@ -120,7 +124,7 @@ class Job:
         self.grad_clip, self.seed, self.shuffle = grad_clip, _whole(seed), shuffle
         self.determinism, self.precision, self.schedule = determinism, precision, schedule
         self.stages, self.threads, self.cuts = _whole(stages), _whole(threads), tuple(_whole(cut) for cut in cuts)
-        self.planner, self.replan = planner, replan
+        self.planner, self.replan, self.compression = planner, replan, compression
         self.name = _default_name(model) if name is None else name
         self._pending: tuple[bytes, str] | None = None
         self._check_kinds()
@@ -180,6 +184,7 @@ class Job:
             shuffle=self.shuffle,
             planner=cast(PlannerName, self.planner),
             replan=self.replan,
+            compression=self.compression,
         )
 
     def prepare(self, directory: Path) -> Prepared:
@@ -198,11 +203,12 @@ class Job:
         """Train in this process, in one piece: the reference that every distributed run equals.
 
         on_step: called with each step's metrics.
-        cuts: operator positions at which to cut all the same, to try out pieces without a network.
+        cuts: operator positions at which to cut all the same, to try pieces and compression without a network.
 
         The job's model is not changed; see `LocalRun.state_dict`.
         """
         from fusion.job.run import LocalRun
+        from fusion.plan.codecs import schedule_without_links
         from fusion.runtime.local import run_local
 
         with tempfile.TemporaryDirectory(prefix="fusion-job-") as directory:
@@ -216,6 +222,7 @@ class Job:
                 on_step=on_step,
                 stages=cuts,
                 device=device,
+                codecs=schedule_without_links(self.compression, self.steps) if cuts else None,
             )
         return LocalRun(result.steps, made.graph, made.tensors, result.tensors)
 

@@ -211,6 +211,22 @@ def adatopk_ratio(ratio: float, link_s: float, slowest_link_s: float) -> float:
     return max(1.0, catalog.adatopk_kept_one_in(ratio, link_s, slowest_link_s) / 3.0)
 
 
+def schedule_without_links(text: str, steps: int) -> CodecSchedule:
+    """Return the codecs of a run whose links are all alike and free, as in one process: "auto" uses none there.
+
+    ConfigError as `parse_compression`.
+    """
+    phases = [(phase.begins(steps), phase.compression) for phase in parse_compression(text)]
+    return CodecSchedule(tuple((begin, LinkCodecs(_pair_of(wanted), wanted.links)) for begin, wanted in phases))
+
+
+def _pair_of(wanted: Compression) -> CodecPair:
+    if wanted.kind != "adatopk":
+        return wanted.pair
+    codec = catalog.adatopk_on_link(wanted.ratio, 1.0, 1.0)
+    return CodecPair(codec, codec)
+
+
 # ---- of a plan ----
 
 

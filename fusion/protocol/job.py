@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, get_args
 
 from fusion.base.errors import ConfigError
 from fusion.base.ids import check_name
 from fusion.graph.dag import DTYPE_BYTES, TensorSpec
+from fusion.plan.codecs import parse_compression
 from fusion.wire.v1 import job_pb2, tensor_pb2
 
 Determinism = Literal["fast", "strict"]
@@ -209,6 +211,7 @@ def check_settings(job: JobSpec) -> None:
     _choice("precision", job.precision, get_args(Precision))
     _choice("schedule", job.schedule, get_args(ScheduleName))
     _choice("planner", job.planner, get_args(PlannerName))
+    check_compression(job)
     check_optimizer(job.optimizer)
     check_lr_schedule(job.lr_schedule, job.steps)
     check_data("data", job.data)
@@ -216,6 +219,18 @@ def check_settings(job: JobSpec) -> None:
         check_data("eval_data", job.eval_data)
     elif job.eval_every_steps:
         raise ConfigError(f"eval_every_steps={job.eval_every_steps} needs eval_data")
+
+
+def check_compression(job: JobSpec) -> None:
+    """Raise ConfigError for a compression that does not exist, or phases that the run is too short for."""
+    if not isinstance(job.compression, str):
+        raise ConfigError(f"compression must be text such as 'int8/int4', got {job.compression!r:.40}")
+    begins = [phase.begins(job.steps) for phase in parse_compression(job.compression)]
+    if any(after <= before for before, after in pairwise(begins)) or begins[-1] > job.steps:
+        raise ConfigError(
+            f"compression: the phases of {job.compression[:60]!r} begin with the steps {begins[:16]}; "
+            f"they must ascend, up to steps={job.steps}"
+        )
 
 
 def check_optimizer(spec: OptimizerSpec) -> None:

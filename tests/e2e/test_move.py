@@ -135,3 +135,19 @@ def test_a_coordinator_killed_between_hold_and_next_epoch_changes_nothing(
             daemon.send_signal(signal.SIGCONT)
         eventually(lambda: runs_on(run, "node-0", "node-1", "node-2"), "it runs on three nodes")
         equals(run, undisturbed)
+
+
+def test_coded_links_lose_the_same_in_every_process_and_residuals_move_with_their_stage(cluster: Cluster) -> None:
+    """A phase with masks, one with error feedback and one without; the move comes while residuals are in use."""
+    cuts = cuts_at(0.3, 0.8)
+    settings = {"cuts": cuts, "stages": 3, "compression": "mask:1/4 int8/topk:8+ef@10 int8/int4@110"}
+    alone = gpt(**settings).run_local(cuts=cuts)
+    with cluster.running(gpt(**settings)) as run:
+        eventually(lambda: run.status().step > 12, "it is in the phase with error feedback")
+        names = [stage.node_name for stage in run.status().stages]
+        move(cluster, run, cuts, names[1], names[2], names[0])
+        eventually(lambda: runs_on(run, names[1], names[2], names[0]), "it has moved")
+        equals(run, (curve(alone.metrics), alone.state_dict()))
+        assert {len(step.stages) for step in run.metrics()} == {3}
+    plain = gpt().run_local().metrics
+    assert [step.loss for step in plain][:12] != [step.loss for step in alone.metrics][:12]
