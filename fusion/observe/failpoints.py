@@ -7,9 +7,10 @@ that it states, once unless TIMES says otherwise ("*all": always). With FUSION_H
 processes, so that a stage that is done again elsewhere is not killed again. FUSION_FAILPOINTS=@FILE stands for what is
 in the file when the process first reaches a failpoint.
 
-Actions: `kill9` and `stop` (SIGKILL and SIGSTOP to this very process), `exit` (with code 1), `sleep=SECONDS`, `hang`
-(for ever), `hold-gil=SECONDS` (no Python thread runs meanwhile), `enospc` (OSError), `oom` (MemoryError), `error`
-(RuntimeError). Any other word is returned to the caller, who does it himself (`nan`, `corrupt`).
+Actions: `kill9` and `stop` (SIGKILL and SIGSTOP to this very process), `kill9-node` (SIGKILL to its parent too, which
+of a worker is the daemon), `exit` (with code 1), `sleep=SECONDS`, `hang` (for ever), `hold-gil=SECONDS` (no Python
+thread runs meanwhile), `enospc` (OSError), `oom` (MemoryError), `error` (RuntimeError). Any other word is returned to
+the caller, who does it himself (`nan`, `corrupt`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Active:
         word = ""
         for index, point in enumerate(self.points):
             if point.meets(name, values) and self._may_fire(index, point):
-                history.note("failpoint", name=name, action=point.action, **values)
+                history.note("failpoint", point=name, action=point.action, **values)
                 word = _do(point) or word
         return word
 
@@ -104,6 +105,11 @@ def _do(point: Failpoint) -> str:
 
 
 def _kill(_: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_node(_: str) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -142,6 +148,7 @@ def _error(_: str) -> None:
 
 _ACTIONS: dict[str, Callable[[str], None]] = {
     "kill9": _kill,
+    "kill9-node": _kill_node,
     "stop": _stop,
     "exit": _exit,
     "sleep": _sleep,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 import time
@@ -171,6 +172,13 @@ class FaultCluster(Cluster):
         history.check(known, MICRO_BATCHES, job.steps)
         return history
 
+    def check_failures(self, run: fusion.Run, history: History, *names: str) -> list[str]:
+        """V9: the job's log has one line for each failure, with its node and its cause; returns the reasons."""
+        reasons = history.v9_failures(*names)
+        said = [line.text for line in run.logs() if line.origin == COORDINATOR and line.level == "error"]
+        assert said == [f"recovers: {reason}" for reason in reasons], "V9"
+        return reasons
+
     def _measure(self) -> dict[str, tuple[int, int]]:
         return {
             name: (process.num_fds(), process.memory_info().rss)
@@ -181,7 +189,9 @@ class FaultCluster(Cluster):
     def check_nothing_is_left(self) -> None:
         """V8: no worker, no half-written file, and daemons and coordinator as large as they were."""
         eventually(self._idle, "V8 all nodes are idle", 30.0)
-        left = [path for path in self.directory.rglob("*") if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
+        places = [self.directory, *Path("/dev/shm").glob(f"fusion-{os.getuid()}-*")]
+        found = [path for place in places for path in place.rglob("*")]
+        left = [path for path in found if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
         assert not left, f"V8 left behind: {left}"
         for name, (fds, rss) in self._measure().items():
             before = self._sizes.get(name)

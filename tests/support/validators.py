@@ -16,7 +16,7 @@ daemon (with `node`, `name`)
 coordinator
     committed   kind (JobPlanned, NodeGone, ...) and the event's short fields
 all
-    failpoint   name, action, and the place's values: just before it acts
+    failpoint   point, action, and the place's values: just before it acts
 
 V1 a step counts each micro-batch exactly once; V2 epochs never go back on a node; V3 no message of an older epoch is
 taken; V4 the steps of the final lineage are without gap or repeat; V5 the loss of every step is that of the undisturbed
@@ -193,6 +193,15 @@ class History:
                 ):
                     from_s = max(from_s, line["at_s"] - line["sent_ago_s"])
         return from_s + fence_s
+
+    def v9_failures(self, *names: str) -> list[str]:
+        """Check that the coordinator took note of one failure for each of these nodes, in order; return the reasons."""
+        reasons = [line["reason"] for line in self.plans if line["kind"] == "JobBroke"]
+        assert len(reasons) == len(names), f"V9 failures noted: {reasons}"
+        for name, reason in zip(names, reasons, strict=True):
+            assert f"node {name} " in reason, f"V9 {reason!r} does not name {name}"
+            assert "\n" not in reason
+        return reasons
 
     # ---- figures ----
 

@@ -60,7 +60,7 @@ def test_a_kill_happens_once_over_all_processes_and_the_history_keeps_it(tmp_pat
     assert (first.returncode, first.stdout) == (-9, "1 \n")
     assert run("stage.forward@step=2:kill9", **variables).stdout == "1 \n2 \n3 \n"
     lines = [json.loads(line) for path in tmp_path.glob("worker-*.jsonl") for line in path.read_text().splitlines()]
-    assert [(line["event"], line["name"], line["step"], line["node"]) for line in lines] == [
+    assert [(line["event"], line["point"], line["step"], line["node"]) for line in lines] == [
         ("failpoint", "stage.forward", 2, "n")
     ]
 
