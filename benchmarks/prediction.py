@@ -4,7 +4,8 @@
 
 Every cluster is brought to life as `fusion demo --cluster` does it: daemons that stand for its nodes, each pass
 stretched to FLOPs over the node's speed, and links shaped by the relay. The coordinator measures the links and plans as
-always. The same job then runs under our plan and under those of the baselines, wherever they differ from ours.
+always. The same job then runs under our plan and under those of the baselines, wherever theirs is slower than ours by
+more than 1 % of the predicted time.
 
 `median_error` and `worst_error` are |predicted - measured| / measured of our plans, with the step time that users see
 in the plan; `simulated_*` are those of the simulator. `ranking_min` is the least of measured over predicted speed-up,
@@ -30,10 +31,12 @@ from fusion.cli.emulation import Emulation, Load
 from fusion.cli.helpers import Helpers
 from fusion.cli.models import mini_gpt_job
 from fusion.job.job import Job
+from fusion.plan.planner import Options, make_plan
 from fusion.plan.types import Cluster, Plan
 
 BASELINES = ("equal-number", "op-fence")
-STEPS, BASELINE_STEPS = 5, 4  #: of which the first warms up
+STEPS, BASELINE_STEPS = 5, 3  #: of which the first warms up
+ALIKE = 1.01
 
 
 def make_job(planner: str, steps: int) -> Job:
@@ -43,7 +46,7 @@ def make_job(planner: str, steps: int) -> Job:
 
 def run_job(emulation: Emulation, load: Load, planner: str, steps: int) -> Prediction:
     """Run the job under a planner's plan to its end."""
-    cluster = emulation.cluster.wait_for_links()
+    cluster = emulation.cluster.seen()
     job = make_job(planner, steps)
     with job.submit(emulation.cluster.address, emulation.cluster.credentials) as run:
         metrics = list(run.metrics())
@@ -66,10 +69,10 @@ def measure_cluster(name: str, file: Cluster, load: Load) -> dict[str, Any]:
         ours = run_job(emulation, load, "fusion", STEPS)
         found: dict[str, Any] = {"fusion": ours.as_json(), "ranking": {}}
         for planner in BASELINES:
+            if same(ours.plan, make_plan(ours.cluster, load.graph, load.view, Options(planner)).plan):
+                continue
             theirs = run_job(emulation, load, planner, BASELINE_STEPS)
             found[planner] = theirs.as_json()
-            if same(ours.plan, theirs.plan):
-                continue
             predicted = theirs.plan.step_s / ours.plan.step_s
             measured = theirs.measured_s / ours.measured_s
             found["ranking"][planner] = {"predicted": predicted, "measured": measured, "ratio": measured / predicted}
@@ -79,17 +82,16 @@ def measure_cluster(name: str, file: Cluster, load: Load) -> dict[str, Any]:
 
 
 def same(one: Plan, other: Plan) -> bool:
-    """Whether two plans put the same operators on the same nodes."""
-    return [(stage.node, stage.end_operator) for stage in one.stages] == [
-        (stage.node, stage.end_operator) for stage in other.stages
-    ]
+    """Whether two plans hardly differ in their time: who is faster could not be told from a few steps."""
+    return max(one.step_s, other.step_s) <= ALIKE * min(one.step_s, other.step_s)
 
 
 def say(name: str, found: dict[str, Any]) -> None:
     """Tell on stderr how it goes."""
     print(f"{name} ({found['seconds']:.0f} s)", file=sys.stderr)
-    for planner in ("fusion", *BASELINES):
-        item = found[planner]
+    for planner, item in found.items():
+        if planner not in ("fusion", *BASELINES):
+            continue
         print(
             f"  {planner:14} measured {item['measured_s']:.3f} s, predicted {item['predicted_s']:.3f} "
             f"({item['error']:.1%} off), simulated {item['simulated_s']:.3f} ({item['simulated_error']:.1%} off), "
@@ -103,7 +105,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     errors = [item["fusion"]["error"] for item in found.values()]
     simulated = [item["fusion"]["simulated_error"] for item in found.values()]
     ratios = [rank["ratio"] for item in found.values() for rank in item["ranking"].values()]
-    every = [item[planner]["error"] for item in found.values() for planner in ("fusion", *BASELINES)]
+    every = [item[name]["error"] for item in found.values() for name in ("fusion", *BASELINES) if name in item]
     return {
         "median_error": median(errors),
         "worst_error": max(errors),

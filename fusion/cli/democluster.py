@@ -106,6 +106,11 @@ class DemoCluster:
                     raise UnreachableError(f"only {here} of {len(self.nodes)} nodes have registered in {START_S:.0f} s")
                 time.sleep(0.1)
 
+    def seen(self) -> Cluster:
+        """Return the cluster as the coordinator plans with it at this moment."""
+        with Client(self.address, self.credentials) as client:
+            return client.cluster()
+
     def wait_for_links(self) -> Cluster:
         """Return the cluster as the coordinator plans with it, once all links between nodes are measured.
 

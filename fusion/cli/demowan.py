@@ -28,7 +28,8 @@ class DemoWan:
 
     def __init__(self, config: WanConfig, links: Mapping[tuple[str, str], str], summary: str, directory: Path) -> None:
         """Files are put into `directory`; see `of_places` and `of_cluster`."""
-        self._config, self._directory = config, directory
+        self._directory = directory
+        self.config = config
         self.links = links  #: how the link from one node to another is shaped, in words
         self.summary = summary  #: all of them in one line
 
@@ -65,7 +66,7 @@ class DemoWan:
     def start(self, helpers: Helpers, environment: Mapping[str, str]) -> dict[str, Path]:
         """Start the relay; return the file of routes for each node, by name."""
         config = self._directory / "wan.json"
-        config.write_bytes(msgspec.json.encode(self._config))
+        config.write_bytes(msgspec.json.encode(self.config))
         routes = _wait_for_routes(helpers, helpers.start("wan", "fusion.cli.wan", [str(config)], environment))
         files = {}
         for name, table in routes.items():

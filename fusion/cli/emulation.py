@@ -13,7 +13,7 @@ from fusion.cli.helpers import Helpers
 from fusion.job.job import Job
 from fusion.job.prepare import captured_graph
 from fusion.plan.plan_simulation import simulate_plan
-from fusion.plan.types import Cluster, Plan
+from fusion.plan.types import Cluster, JobView, Plan
 from fusion.plan.workload import Workload, workload_of
 from fusion.protocol.jobstatus import JobStatus
 from fusion.protocol.metrics import StepMetrics
@@ -58,9 +58,15 @@ class Load:
     """What a job asks of a cluster, captured once."""
 
     def __init__(self, job: Job) -> None:
-        draft, graph = captured_graph(job)
-        self.workload: Workload = workload_of(graph)
-        self._optimizer_bytes = draft.optimizer.state_bytes_per_parameter
+        draft, self.graph = captured_graph(job)
+        self.workload: Workload = workload_of(self.graph)
+        self.view = JobView(
+            draft.micro_batches,
+            draft.schedule,
+            draft.optimizer.state_bytes_per_parameter,
+            max_stages=draft.max_stages,
+            cuts=draft.cuts,
+        )
 
     def simulated_s(self, plan: Plan, cluster: Cluster) -> float:
         """Return the step time that the simulator predicts."""
@@ -69,7 +75,7 @@ class Load:
             self.workload,
             cluster,
             steps=_SIMULATED_STEPS,
-            optimizer_bytes_per_parameter=self._optimizer_bytes,
+            optimizer_bytes_per_parameter=self.view.optimizer_bytes_per_parameter,
             window_bytes=DEFAULT_WINDOW_BYTES,
             record=False,
         ).step_s

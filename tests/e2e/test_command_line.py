@@ -257,6 +257,46 @@ def test_the_demo_prints_one_json_object_whose_curve_is_the_reference(tmp_path: 
     assert list(tmp_path.glob("fusion-*")) == []  # nothing of it is left
 
 
+CLUSTER_FILE = """
+[[nodes]]
+name = "home"
+speed = "2G"
+memory = "1GiB"
+count = 2
+site = "home"
+[[nodes]]
+name = "far"
+speed = "0.1G"
+memory = "1GiB"
+[[sites]]
+name = "home"
+rate = "100 Mbit/s"
+delay = "1 ms"
+[[links]]
+between = ["home", "far"]
+connect = false
+"""
+
+
+def test_a_cluster_file_is_emulated_and_its_plan_compared_with_what_steps_take(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(CLUSTER_FILE)
+    machine = Machine(tmp_path / "home", TMPDIR=str(tmp_path))
+    report = json.loads(machine.run("fusion", "demo", "--cluster", str(file), "--steps", "2", "--json"))
+    assert report["reference_max_abs_diff"] == 0.0
+    found = report["prediction"]
+    assert found["left_out"] == ["far"]  # it cannot connect to anybody
+    assert {stage["node"] for stage in found["stages"]} == {"home-1", "home-2"}
+    for stage in found["stages"]:
+        assert 0 < stage["predicted_s"] <= 1.001 * stage["computed_s"]  # a pass is stretched, never shortened
+    # about 12 x (12 x 64^2 + attention) weights, 6 operations each, 1024 tokens, at 2 GFLOPS
+    assert sum(stage["predicted_s"] for stage in found["stages"]) == pytest.approx(4.43e9 / 2e9, rel=0.05)
+    assert found["measured_s"] >= max(stage["predicted_s"] for stage in found["stages"])
+    assert min(link["rate_bytes_per_s"] for link in found["links"]) < 1.3 * 12.5e6  # as shaped, and as probed
+    assert {link["shaped"] for link in report["links"]} == {"100 Mbit/s, 2 ms round trip"}
+    assert list(tmp_path.glob("fusion-*")) == []
+
+
 @pytest.mark.parametrize(
     ("number", "moment"), [(signal.SIGINT, "training"), (signal.SIGTERM, "starting"), (signal.SIGKILL, "starting")]
 )

@@ -177,3 +177,23 @@ def test_b31_a_submission_whose_answer_was_lost_does_not_start_a_second_job(
         assert len(made) == 2  # a submission that succeeded is over: the next one is a job of its own
         second.cancel()
         first.cancel()
+
+
+def test_a_live_plan_is_the_one_that_the_coordinator_makes_for_the_same_job(home: Path, command: Fusion) -> None:
+    file = home / "planned.py"
+    file.write_text(JOB_FILE.replace('planner="equal-compute"', 'planner="equal-number"'))
+    job = json.loads(command("submit", str(file), "--json").splitlines()[0])["job"]
+    real = json.loads(command("status", job, "--plan", "--json"))["plan"]
+
+    live = json.loads(command("plan", "--job", str(file), "--live", "--method", "equal-number", "--json"))
+    parts = [(stage["node"], stage["first_operator"], stage["end_operator"]) for stage in live["stages"]]
+    assert parts == [(stage["node"], stage["first_operator"], stage["end_operator"]) for stage in real["stages"]]
+    assert {stage["memory_limit_bytes"] for stage in live["stages"]} == {2 * 2**30}
+    assert live["left_out"] == []
+    assert 0 < live["step_s"] < 1.0
+
+    ours = json.loads(command("plan", "--job", str(file), "--live", "--json"))
+    assert ours["step_s"] <= live["step_s"]
+    used = {stage["node"] for stage in ours["stages"]} | {item["node"] for item in ours["left_out"]}
+    assert used == {"node-0", "node-1"}  # so small a model is as well off on one of them
+    assert "bottleneck: " in command("plan", "--job", str(file), "--live")

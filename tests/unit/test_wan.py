@@ -133,6 +133,58 @@ def test_a_sender_is_held_back_when_the_far_end_does_not_read():
     run(scenario)
 
 
+def test_links_through_one_uplink_share_its_rate():
+    async def scenario():
+        received: list[bytes] = []
+        uplink, size = 1_000_000, 500_000
+        async with (
+            await asyncio.start_server(sink_into(received), "127.0.0.1", 0) as one,
+            await asyncio.start_server(sink_into(received), "127.0.0.1", 0) as other,
+        ):
+            places = {"a": "127.0.0.1:1"}
+            for name, server in (("b", one), ("c", other)):
+                places[name] = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            links = [
+                WanLink(source, target, 10_000_000, 0, ("up",) if source == "a" else ())
+                for source in "abc"
+                for target in "abc"
+                if source != target
+            ]
+            machines = [Machine(name, name, address) for name, address in places.items()]
+            relay = WanRelay(links, machines, {"up": uplink})
+            routes = (await relay.start())["a"]
+            began_s = time.monotonic()
+
+            async def send(name):
+                _, writer = await asyncio.open_connection("127.0.0.1", int(routes[places[name]].rsplit(":")[1]))
+                writer.write(bytes(size))
+                writer.write_eof()
+                await writer.drain()
+                return writer
+
+            writers = await asyncio.gather(send("b"), send("c"))
+            while len(received) < 2:
+                await asyncio.sleep(0.001)
+            assert 2 * size / (time.monotonic() - began_s) <= 1.1 * uplink
+            for writer in writers:
+                writer.close()
+            await relay.close()
+
+    run(scenario)
+
+
+def test_a_link_that_does_not_exist_refuses_connections():
+    async def scenario():
+        async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
+            absent = [WanLink("here", "there", 0, 0, connects=False), WanLink("there", "here", 0, 0, connects=False)]
+            relay, port = await relay_to(server, absent)
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+            await relay.close()
+
+    run(scenario)
+
+
 def test_both_directions_end_in_order_and_a_dead_target_ends_the_connection():
     async def scenario():
         async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
@@ -183,6 +235,7 @@ def test_the_default_topology_is_a_wan_of_three_places():
         ([WanLink("x", "y", float("nan"), 0)], [], "rate nan"),
         ([WanLink("x", "y", 1, 61)], [], "delay 61"),
         ([], [Machine("a", "x", "h:1"), Machine("a", "x", "h:2")], "same name"),
+        ([WanLink("x", "y", 1, 0, ("up",))], [], "no shared pipe 'up'"),
         ([], [Machine("a", "x", "nowhere")], "'nowhere' is not host:port"),
         ([], [Machine("a", "x", "h:70000")], "'h:70000' is not host:port"),
         ([WanLink("x", "y", 0, 0)], [Machine("a", "x", "h:1"), Machine("b", "y", "h:2")], "no link y -> x"),
