@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 PROTO_FILES := $(wildcard protos/fusion/wire/v1/*.proto)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-faults check protos bench clean
+.PHONY: demo test test-faults soak check protos bench clean
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,11 @@ test: $(VENV)/.dev
 # The fault scenarios that take long: nodes and coordinators that die, hang, and are cut off.
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -m faults $(ARGS)
+
+# Random faults for a while, with all validators after each job.
+MINUTES ?= 30
+soak: $(VENV)/.dev
+	FUSION_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m faults -s tests/faults/test_soak.py $(ARGS)
 
 check: $(VENV)/.dev $(PROTO_VENV)/.done
 	$(BIN)/ruff format --check .

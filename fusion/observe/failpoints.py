@@ -9,8 +9,8 @@ in the file when the process first reaches a failpoint.
 
 Actions: `kill9` and `stop` (SIGKILL and SIGSTOP to this very process), `kill9-node` (SIGKILL to its parent too, which
 of a worker is the daemon), `exit` (with code 1), `sleep=SECONDS`, `hang` (for ever), `hold-gil=SECONDS` (no Python
-thread runs meanwhile), `enospc` (OSError), `oom` (MemoryError), `error` (RuntimeError). Any other word is returned to
-the caller, who does it himself (`nan`, `corrupt`).
+thread runs meanwhile), `enospc` (OSError), `oom` (MemoryError), `device-error` (RuntimeError, in CUDA's words), `error`
+(RuntimeError). Any other word is returned to the caller, who does it himself (`nan`, `corrupt`).
 """
 
 from __future__ import annotations
@@ -142,6 +142,10 @@ def _no_memory(_: str) -> None:
     raise MemoryError("a failpoint")
 
 
+def _device_error(_: str) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered (a failpoint)")
+
+
 def _error(_: str) -> None:
     raise RuntimeError("a failpoint")
 
@@ -156,6 +160,7 @@ _ACTIONS: dict[str, Callable[[str], None]] = {
     "hold-gil": _hold_gil,
     "enospc": _no_space,
     "oom": _no_memory,
+    "device-error": _device_error,
     "error": _error,
 }
 _active: list[_Active] = []

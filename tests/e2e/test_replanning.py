@@ -119,7 +119,7 @@ async def train(scene: Scene, job: fusion.Job) -> tuple[list[fusion.StepMetrics]
         return await asyncio.to_thread(lambda: list(run.metrics())), run, first
 
 
-def test_a_job_moves_off_a_link_that_fell_once_and_its_losses_are_those_of_one_process(tmp_path: Path) -> None:
+def test_f13_a_job_moves_off_a_link_that_fell_once_and_its_losses_are_those_of_one_process(tmp_path: Path) -> None:
     with CoordinatorProcess(tmp_path / "coordinator", SETTINGS) as coordinator:
         job = make_job()
         steps, run, fallen = asyncio.run(train(Scene(coordinator, tmp_path), job))

@@ -34,3 +34,22 @@ def test_f14_a_lossy_link_that_flaps_raises_no_suspicion(far_cluster: FaultClust
                 chaos.shape(names[0], other, LOSSY_BYTES_PER_S, delay_s=0.1, jitter_s=0.05)
         history = far_cluster.finishes(run, job)
     goes_on_undisturbed(history)
+
+
+def test_f37_a_stream_that_breaks_in_the_middle_of_a_tensor_costs_at_most_that_step(far_cluster: FaultCluster) -> None:
+    """Whether it is taken up again or the job makes another plan: what arrives is what was sent."""
+    chaos = far_cluster.chaos
+    assert chaos is not None
+    job = make_job(30, stages=3)
+    with far_cluster.running(job, step=2) as run:
+        names = [stage.node_name for stage in run.status().stages]
+        chaos.shape(names[0], names[1], 60_000)  # every value takes a while
+        for _ in range(3):
+            time.sleep(1.5)
+            chaos.cut(names[0], names[1], "reset")
+            chaos.cut(names[1], names[0], "reset")
+        chaos.heal()
+        history = far_cluster.finishes(run, job, 180.0)
+    assert history.lost_steps() <= 3
+    gone = [line for line in history.of("coordinator", "committed") if line["kind"] == "NodeGone"]
+    assert gone == []

@@ -57,6 +57,7 @@ class FaultCluster(Cluster):
     """As Cluster, with histories, failpoints for its workers, and with `chaos` links that fail on demand.
 
     settings: of the coordinator, other than the product's. variables: by process name, more of its environment.
+    arguments: by node, more of its command line. emulated_flops: the nodes stand for devices of that speed.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class FaultCluster(Cluster):
         settings: Mapping[str, Any] | None = None,
         variables: Mapping[str, Mapping[str, str]] | None = None,
         arguments: Mapping[str, Sequence[str]] | None = None,
+        emulated_flops: float = 0.0,
     ) -> None:
         super().__init__(directory, nodes)
         self.history = directory / "history"
@@ -80,6 +82,7 @@ class FaultCluster(Cluster):
         self.helpers.own = {name: dict(values) for name, values in (variables or {}).items()}
         self._demo._helpers = self.helpers
         self._arguments = dict(arguments or {})
+        self._emulated_flops = emulated_flops
         self.chaos = Chaos({COORDINATOR: self.address, **self.nodes}) if chaos else None
         self._sizes: dict[str, tuple[int, int]] = {}
 
@@ -109,7 +112,8 @@ class FaultCluster(Cluster):
         """Join as a node, over the failing links if there are any, and start its daemon."""
         home, address = self.directory / name, self.nodes[name]
         arguments = ["start", "--name", name, "--home", str(home), "--listen", address, "--advertise", address]
-        arguments += DemoNode(name).options()
+        flops = self._emulated_flops
+        arguments += (DemoNode(name, flops, emulated=True) if flops else DemoNode(name)).options()
         self._join(name, home)
         if self.chaos is not None:
             routes = self.directory / f"routes-{name}.json"
