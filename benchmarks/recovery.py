@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def _recovered_s(history: History, at_s: float) -> float:
 def _longest_gap_s(history: History, at_s: float) -> float:
     """Return the longest time between two finished steps of the first stage, from the fault on."""
     times = sorted(line["at_s"] for line in history.steps if line["stage"] == 0 and line["at_s"] > at_s)
-    return max((b - a for a, b in zip(times, times[1:], strict=False)), default=0.0)
+    return max((b - a for a, b in pairwise(times)), default=0.0)
 
 
 def cases(cluster: FaultCluster, wanted: str) -> list[Case]:
