@@ -77,7 +77,7 @@ def test_f33_a_certificate_is_renewed_while_the_node_works_and_no_stream_breaks(
         job = make_job(40, stages=2)
         with cluster.running(job, step=2) as run:
             before = certificate.read_bytes()
-            clock.write_text(str(18 * 3600))  # of a day
+            clock.write_text(str(5.2 * 86400))  # of the seven days that it is valid
             eventually(lambda: certificate.read_bytes() != before, "it is renewed", 75.0)
             clock.write_text("0")
             history = cluster.finishes(run, job, 180.0)

@@ -160,6 +160,15 @@ def test_a_method_that_the_table_forgot_is_refused(served, ca):
         access.check("/fusion.wire.v1.Admin/Info", Context())
 
 
+def test_f24_a_clock_that_is_put_back_throws_nobody_out(served, ca):
+    address, server, _, clock, _ = served
+    caller = ca.new_credentials(Role.NODE, "caller", "", clock.wall_s())
+    with open_channel(address, server, caller) as channel:
+        clock.jump_wall(-3600)
+        call(channel, "/fusion.wire.v1.Peer/Exchange")
+        clock.jump_wall(3600)
+
+
 def test_t20_an_open_connection_ends_with_its_certificate_and_with_revocation(served, ca):
     address, server, _, clock, revoked = served
     method = "/fusion.wire.v1.Peer/Exchange"
