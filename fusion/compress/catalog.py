@@ -278,10 +278,10 @@ _VALUE_SPEEDS = {
     Values.BF16: (5.2e9, 5.7e9),
     Values.FP8: (2.3e9, 4.3e9),
     Values.INT8: (2.1e9, 6.2e9),
-    Values.INT6: (2.0e9, 3.0e9),
-    Values.INT5: (1.7e9, 2.5e9),
+    Values.INT6: (1.3e9, 2.7e9),
+    Values.INT5: (1.4e9, 2.4e9),
     Values.INT4: (2.2e9, 5.1e9),
-    Values.INT3: (1.7e9, 2.5e9),
+    Values.INT3: (1.4e9, 2.2e9),
     Values.INT2: (2.0e9, 4.6e9),
     Values.HADAMARD4: (1.1e9, 1.8e9),
 }
