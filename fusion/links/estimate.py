@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf, log2
 
 from fusion.base.units import KIB
 
@@ -15,6 +16,7 @@ RATES_KEPT = 5
 ROUND_TRIPS_KEPT = 3  #: each is the shortest of several already
 LEAST_TRANSFER_BYTES = 48 * KIB  #: less says little of a rate
 LEAST_BUSY_S = 0.005  #: a shorter transfer shows only what the link can do at least
+_FIRST_FLIGHT_BYTES = 14 * KIB  #: that a TCP connection sends before it has heard anything
 _LEAST_HALF_S = 0.02  #: what comes within less may have waited in a buffer
 
 
@@ -43,6 +45,18 @@ def goodput(arrivals: Sequence[tuple[float, int]]) -> float:
 
 def _rate(arrivals: Sequence[tuple[float, int]]) -> float:
     return sum(count for _, count in arrivals[1:]) / (arrivals[-1][0] - arrivals[0][0])
+
+
+def most_rate(count: int, elapsed_s: float, round_trip_s: float) -> float:
+    """Return the most bytes per second that `count` bytes can have had, which took `elapsed_s` from the request on.
+
+    A receiver that was kept from reading finds all of it in its buffers, and `goodput` is far too high; but the whole
+    took as long as it took. Round trips do not count: one for the request, and those in which a connection doubles
+    what it dares to send. inf where nothing is left of the time.
+    """
+    doublings = max(0.0, log2(max(count, 1) / _FIRST_FLIGHT_BYTES))
+    left_s = elapsed_s - (1.0 + doublings) * round_trip_s
+    return count / left_s if left_s > 0 else inf
 
 
 def robust_rate(samples: Sequence[float]) -> float:

@@ -55,6 +55,8 @@ class Arrangement:
     def ways(self) -> tuple[PlanCodec, PlanCodec] | None:
         """The two codecs of an arrangement that is `alike`; None if links have codecs of their own."""
         there, back = self.ladder[0], self.ladder[-1]
+        if len(self.ladder) == 1:
+            return there, back
         other = Arrangement.alike(self.nodes, self.places, there, back)
         if self.choice is None or other.choice is None:
             same = self.choice is other.choice

@@ -19,7 +19,7 @@ import grpc.aio
 
 from fusion.base.errors import AuthError, ConfigError, FusionError, UnreachableError, WireError
 from fusion.base.units import KIB, MIB
-from fusion.links.estimate import goodput
+from fusion.links.estimate import goodput, most_rate
 from fusion.observe.logs import fields
 from fusion.protocol.status import from_rpc_error, status_of
 from fusion.security.credentials import Credentials
@@ -207,8 +207,8 @@ class _Probe:
         report.round_trip_s = min(round_trips)
         count = min(self._target.bytes, MAX_BYTES)
         if welcome and count:
-            report.there_bytes_per_s = await self._upload(count)
-            report.back_bytes_per_s = await self._download(count)
+            report.there_bytes_per_s = await self._upload(count, report.round_trip_s)
+            report.back_bytes_per_s = await self._download(count, report.round_trip_s)
             report.bytes = count
         return report
 
@@ -234,15 +234,18 @@ class _Probe:
             raise from_rpc_error(error, f"node at {self._target.address}") from None
         return True
 
-    async def _upload(self, count: int) -> float:
+    async def _upload(self, count: int, round_trip_s: float) -> float:
         """Return bytes per second as the other side saw them come; 0 if it did not tell."""
+        began_s = time.monotonic()
         try:
             receipt = await self._stub.Upload(iter(_chunks(count)), timeout=CALL_S)
         except grpc.aio.AioRpcError:
             return 0.0
-        return float(receipt.bytes_per_s)
+        elapsed_s = time.monotonic() - began_s
+        return min(float(receipt.bytes_per_s), most_rate(receipt.bytes, elapsed_s, round_trip_s))
 
-    async def _download(self, count: int) -> float:
+    async def _download(self, count: int, round_trip_s: float) -> float:
+        began_s = time.monotonic()
         arrivals: list[tuple[float, int]] = []
         call = self._stub.Download(probe_pb2.ProbeDownloadRequest(bytes=count), timeout=CALL_S)
         try:
@@ -254,4 +257,5 @@ class _Probe:
             return 0.0
         finally:
             call.cancel()
-        return goodput(arrivals)
+        total = sum(size for _, size in arrivals)
+        return min(goodput(arrivals), most_rate(total, time.monotonic() - began_s, round_trip_s))

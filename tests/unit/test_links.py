@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from math import inf
 
 import pytest
 
 from fusion.links import LinkBook, LinkEstimate, next_probes, under_load, view_of
-from fusion.links.estimate import LinkRecord, goodput, robust_rate
+from fusion.links.estimate import LinkRecord, goodput, most_rate, robust_rate
 from fusion.links.probing import ALL_PAIRS_NODES, FIRST_BYTES, MOST_BYTES, REFRESH_S, all_measured, probe_size
 from fusion.links.sites import infer_sites
 from fusion.links.view import LEAST_SHARE
@@ -35,6 +36,16 @@ def test_a_half_that_came_out_of_a_buffer_at_once_does_not_count_alone():
 @pytest.mark.parametrize("arrivals", [[], [(1.0, 1000)], [(1.0, 1000), (1.0, 1000)]])
 def test_too_little_tells_no_goodput(arrivals: list[tuple[float, int]]):
     assert goodput(arrivals) == 0.0
+
+
+def test_nothing_was_faster_than_the_time_since_it_was_asked_for_allows():
+    # 28 KiB are two first flights of a connection: one doubling, and one round trip for the request
+    assert most_rate(28 * 1024, 0.5, 0.1) == pytest.approx(28 * 1024 / 0.3)
+    assert most_rate(1024, 0.5, 0.1) == pytest.approx(1024 / 0.4)
+    late = [(10.29 + 0.001 * number, 100_000) for number in range(10)]  # 1 MB in 0.3 s, all read in the last 10 ms
+    assert goodput(late) > 50 * MB
+    assert most_rate(1_000_000, 0.3, 0.001) == pytest.approx(3.33 * MB, rel=0.05)
+    assert most_rate(1_000_000, 0.3, 0.1) == inf  # a link so long may have needed all of it to come up to speed
 
 
 def test_one_slow_sample_and_one_fast_one_change_nothing_but_a_link_that_got_slow_is_found_out():
