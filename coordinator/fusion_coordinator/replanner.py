@@ -62,7 +62,7 @@ class Replanner:
         now_s = self._controller.clock.monotonic_s()
         for part in parts:
             for link in part.received:
-                if part.stage < len(job.stages) and link.source < len(job.stages):
+                if link.busy_s > 0 and max(part.stage, link.source) < len(job.stages):
                     source, target = job.stages[link.source].node, job.stages[part.stage].node
                     links.book.transferred(source, target, now_s, link.bytes, link.busy_s)
         if job.state is not JobState.RUNNING:

@@ -26,7 +26,7 @@ def plan_as_json(status: JobStatus) -> dict[str, Any] | None:
     plan = status.plan
     if plan is None:
         return None
-    measured = _measured(status, plan)
+    measured = measured_stages(status, plan)
     return {
         "epoch": plan.epoch,
         "schedule": plan.schedule,
@@ -37,7 +37,7 @@ def plan_as_json(status: JobStatus) -> dict[str, Any] | None:
     }
 
 
-def _measured(status: JobStatus, plan: Plan) -> dict[int, StageMetrics]:
+def measured_stages(status: JobStatus, plan: Plan) -> dict[int, StageMetrics]:
     """Return the last step's figures by stage; none while that step is of an earlier plan."""
     found = {} if status.last is None else {int(stage.stage): stage for stage in status.last.stages}
     return found if found.keys() == set(range(len(plan.stages))) else {}
@@ -88,9 +88,9 @@ def plan_lines(status: JobStatus) -> list[str]:
         f"{found['micro_batches']} micro-batches; a step takes {_duration(step['measured'])}, "
         f"predicted {_duration(step['predicted'])}"
     ]
-    lines += _table([_STAGES, *map(_stage_row, found["stages"])])
+    lines += table([_STAGES, *map(_stage_row, found["stages"])])
     if found["links"]:
-        lines += _table([_LINKS, *map(_link_row, found["links"])])
+        lines += table([_LINKS, *map(_link_row, found["links"])])
     return lines
 
 
@@ -129,7 +129,8 @@ def _size(count: float | None) -> str:
     return _UNKNOWN if count is None else format_bytes(count)
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines in columns; the first is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip() for row in rows

@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("job", required=False)
 @click.option("--plan", "with_plan", is_flag=True, help="Show what JOB's plan predicts beside what was measured.")
+@click.option("--links", "with_links", is_flag=True, help="Show the codec of each of JOB's links and what it costs.")
 @coordinator_option
 @json_option
-def status(job: str | None, with_plan: bool, coordinator: str | None, as_json: bool) -> None:
+def status(job: str | None, with_plan: bool, with_links: bool, coordinator: str | None, as_json: bool) -> None:
     """Show all your jobs, or one JOB with the part of the model that each node trains."""
+    from fusion.cli.linkview import link_lines, links_as_json
     from fusion.cli.planview import plan_as_json, plan_lines
     from fusion.job.client import Client
 
-    if with_plan and job is None:
-        raise UsageError("--plan needs a job: fusion status JOB --plan")
+    for name, given in (("--plan", with_plan), ("--links", with_links)):
+        if given and job is None:
+            raise UsageError(f"{name} needs a job: fusion status JOB {name}")
 
     with Client(coordinator) as client:
         if job is None:
@@ -38,10 +41,12 @@ def status(job: str | None, with_plan: bool, coordinator: str | None, as_json: b
             return
         found = client.get(job)
     if as_json:
-        print_json(status_as_json(found) | ({"plan": plan_as_json(found)} if with_plan else {}))
+        more = {"plan": plan_as_json(found)} if with_plan else {}
+        more |= {"links": links_as_json(found)} if with_links else {}
+        print_json(status_as_json(found) | more)
     else:
         _show(found, with_plan)
-        for line in plan_lines(found) if with_plan else ():
+        for line in [*(plan_lines(found) if with_plan else ()), *(link_lines(found) if with_links else ())]:
             click.echo(f"  {line}")
 
 

@@ -241,6 +241,21 @@ def codec_schedule(plan: Plan) -> CodecSchedule:
     return found
 
 
+def compression_text(plan: Plan) -> str:
+    """Return what a job with the same cuts is given as `compression` to use a plan's codecs at the same steps."""
+
+    def links(codecs: Iterable[tuple[int, int, str]]) -> str:
+        return ",".join(["none", *(f"{source}>{target}={codec}" for source, target, codec in codecs)])
+
+    now = {(link.source, link.target): link.codec for link in plan.links if link.codec != "none"}
+    text = [links((*link, codec) for link, codec in now.items())]
+    for change in plan.codec_changes:
+        now |= {(source, target): codec for source, target, codec in change.links}
+        phase = links((*link, codec) for link, codec in now.items() if codec != "none")
+        text.append(f"{phase}@{change.from_step}")
+    return " ".join(text)
+
+
 def link_codec(name: str, source: int, target: int) -> PlanCodec:
     """Return what the codec of a plan's link costs; what a later release names costs nothing known."""
     try:

@@ -14,11 +14,28 @@ class LinkMetrics:
 
     bytes: int  #: payload, without what arrives together with a message's header
     busy_s: float  #: from each message's header to its last byte
+    decode_s: float = 0.0
+    waited_s: float = 0.0  #: the stage had nothing else to do than to wait for it
 
     @property
     def bytes_per_s(self) -> float:
         """Goodput as the receiver saw it; 0 where it took no time to speak of."""
         return self.bytes / self.busy_s if self.busy_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CodingMetrics:
+    """What the codec of the link to another stage did in one step, of values and gradients."""
+
+    codec: str
+    raw_bytes: int = 0
+    coded_bytes: int = 0
+    encode_s: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes over bytes on the wire; 1 where nothing was sent."""
+        return self.raw_bytes / self.coded_bytes if self.coded_bytes else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +50,8 @@ class StageMetrics:
     peak_memory_bytes: int = 0
     received: dict[StageIndex, LinkMetrics] = field(default_factory=dict)  #: by the stage that it came from
     blocked_s: dict[StageIndex, float] = field(default_factory=dict)  #: messages to that stage waited for credit
+    coding: dict[StageIndex, CodingMetrics] = field(default_factory=dict)  #: by the stage that it went to
+    codec_revision: int = 0  #: of stage 0: how often codecs were changed under this plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,9 @@ class StepMetrics:
         evaluated = "" if self.eval_loss is None else f"  eval loss {self.eval_loss:.4f}"
         skipped = "  skipped: gradients not finite" if self.skipped else ""
         return f"step {self.step}  loss {self.loss:.4f}{evaluated}{skipped}  {self.step_s:.2f} s"
+
+
+_UNCODED = CodingMetrics("")
 
 
 def metrics_from_proto(message: coordinator_pb2.StepMetrics) -> StepMetrics:
@@ -104,8 +126,17 @@ def _stage_from_proto(message: node_pb2.StageStep) -> StageMetrics:
         wait_s=message.wait_s,
         sent_bytes={StageIndex(link.target): link.bytes for link in message.sent},
         peak_memory_bytes=message.peak_memory_bytes,
-        received={StageIndex(link.source): LinkMetrics(link.bytes, link.busy_s) for link in message.received},
+        received={
+            StageIndex(link.source): LinkMetrics(link.bytes, link.busy_s, link.decode_s, link.waited_s)
+            for link in message.received
+        },
         blocked_s={StageIndex(link.target): link.blocked_s for link in message.sent if link.blocked_s},
+        coding={
+            StageIndex(link.target): CodingMetrics(link.codec, link.raw_bytes, link.coded_bytes, link.encode_s)
+            for link in message.sent
+            if link.codec
+        },
+        codec_revision=message.codec_revision,
     )
 
 
@@ -119,12 +150,24 @@ def _stage_to_proto(stage: StageMetrics, metrics: StepMetrics) -> node_pb2.Stage
         compute_s=stage.compute_s,
         wait_s=stage.wait_s,
         sent=[
-            node_pb2.LinkBytes(target=target, bytes=count, blocked_s=stage.blocked_s.get(target, 0.0))
+            node_pb2.LinkBytes(
+                target=target,
+                bytes=count,
+                blocked_s=stage.blocked_s.get(target, 0.0),
+                codec=coding.codec,
+                raw_bytes=coding.raw_bytes,
+                coded_bytes=coding.coded_bytes,
+                encode_s=coding.encode_s,
+            )
             for target, count in stage.sent_bytes.items()
+            for coding in (stage.coding.get(target, _UNCODED),)
         ],
         received=[
-            node_pb2.LinkReceived(source=source, bytes=link.bytes, busy_s=link.busy_s)
+            node_pb2.LinkReceived(
+                source=source, bytes=link.bytes, busy_s=link.busy_s, decode_s=link.decode_s, waited_s=link.waited_s
+            )
             for source, link in stage.received.items()
         ],
         peak_memory_bytes=stage.peak_memory_bytes,
+        codec_revision=stage.codec_revision,
     )

@@ -90,7 +90,7 @@ class StageCoder:
         code_evaluation: bool = False,
     ) -> None:
         """`seed` is the job's; None as `codecs` is the codec "none" everywhere."""
-        self._stage = stage
+        self.stage = stage
         self._codecs = codecs or CodecSchedule()
         self._seed = seed
         self._device = str(device)
@@ -98,6 +98,7 @@ class StageCoder:
         self._ends = {end.edge.edge: end for end in _ends(parts, stage)}
         self._counters: dict[Link, CodingCounters] = {}
         self._lock = threading.Lock()  #: over the counters
+        self._revisions: list[tuple[int, int]] = []  #: (first step, revision), ascending
         self._made: dict[tuple[CodecSpec, TensorRole], Codec] = {}
 
     # ---- tensors ----
@@ -156,9 +157,14 @@ class StageCoder:
         """Return the codec of a link at a step."""
         return self._codecs.at(step).of(source, target)
 
-    def change(self, from_step: int, links: Mapping[Link, CodecSpec]) -> None:
+    def change(self, from_step: int, links: Mapping[Link, CodecSpec], revision: int) -> None:
         """Use other codecs on some links from a step on that no message has come from yet."""
         self._codecs = self._codecs.changed(from_step, links)
+        self._revisions.append((from_step, revision))
+
+    def revision(self, step: int) -> int:
+        """Return the revision of the last change that was in force in a step; 0 if none was."""
+        return max((revision for first, revision in self._revisions if first <= step), default=0)
 
     def end_step(self, step: int) -> None:
         """Forget what only a step needs that is over on this stage."""
@@ -210,7 +216,7 @@ class StageCoder:
             )
 
     def _encoded_role(self, end: _End) -> TensorRole:
-        return TensorRole.ACTIVATION if end.edge.source == self._stage else TensorRole.GRADIENT
+        return TensorRole.ACTIVATION if end.edge.source == self.stage else TensorRole.GRADIENT
 
     # ---- helpers ----
 

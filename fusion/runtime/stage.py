@@ -74,6 +74,7 @@ class StageRecord:
     loss: float | None = None  #: from the loss stage
     eval_loss: float | None = None
     grad_norm: float | None = None  #: from stage 0
+    waited_s: dict[StageIndex, float] = field(default_factory=dict)  #: of wait_s, by the stage that was waited for
     micro_batches: tuple[int, ...] = ()  #: whose gradients were added up, in order
     spoiled: bool = False  #: gradients were not finite here, and were on all later stages
 
@@ -100,6 +101,7 @@ class _StepState:
     verdict: VerdictPass | None = None
     compute_s: float = 0.0
     wait_s: float = 0.0
+    waited_s: dict[StageIndex, float] = field(default_factory=dict)
 
 
 class StageRunner:
@@ -208,11 +210,24 @@ class StageRunner:
         return True
 
     def _await_arrival(self) -> None:
-        begin_s = time.perf_counter()
+        begin_s, missing = time.perf_counter(), self._machine.missing()
         with suppress(queue.Empty):
             self._note(*self._arrivals.get(timeout=_LONGEST_WAIT_S))
         if self._state is not None:
-            self._state.wait_s += time.perf_counter() - begin_s
+            self._count_wait(self._state, missing, time.perf_counter() - begin_s)
+
+    def _count_wait(self, state: _StepState, missing: set[Key], seconds: float) -> None:
+        """Share a wait out among the stages that something was still missing from."""
+        state.wait_s += seconds
+        sources = {source for key in missing if (source := self._sender(key)) is not None}
+        for source in sources:
+            state.waited_s[source] = state.waited_s.get(source, 0.0) + seconds / len(sources)
+
+    def _sender(self, key: Key) -> StageIndex | None:
+        """Return the stage whose message a key names; None for tied gradients and control messages."""
+        if key.kind in (MessageKind.ACTIVATION, MessageKind.EVAL):
+            return self._edge(EdgeId(key.edge)).source
+        return self._edge(EdgeId(key.edge)).target if key.kind is MessageKind.GRADIENT else None
 
     def _collect(self) -> None:
         while True:
@@ -418,6 +433,7 @@ class StageRunner:
                 step_s=time.perf_counter() - state.started_s,
                 compute_s=state.compute_s,
                 wait_s=state.wait_s,
+                waited_s=state.waited_s,
                 samples=self._job.batch_size,
                 tokens=self._job.batch_size * self._tokens,
                 sent_bytes={target: count - before.get(target, 0) for target, count in sent.items()},

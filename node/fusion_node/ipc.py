@@ -83,6 +83,10 @@ class Sending(msgspec.Struct, frozen=True):
 
     busy_s: float  #: with frames
     blocked_s: float  #: a message waited for credit
+    raw_bytes: Count = 0  #: of values and gradients, before their codec
+    coded_bytes: Count = 0  #: the same after it
+    encode_s: float = 0.0
+    codec: str = ""  #: in force
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -90,6 +94,8 @@ class Received(msgspec.Struct, frozen=True):
 
     bytes: Count  #: payload, without what arrives together with a message's header
     busy_s: float  #: from each message's header to its last byte
+    decode_s: float = 0.0
+    waited_s: float = 0.0  #: the stage had nothing else to do
 
 
 class StepReport(msgspec.Struct, frozen=True, tag="step"):
@@ -110,6 +116,7 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
     peak_memory_bytes: Count = 0
     sending: dict[Index, Sending] = {}  #: to each target stage
     received: dict[Index, Received] = {}  #: from each source stage
+    codec_revision: Count = 0  #: of stage 0: of the last codecs that it was told and that were in force
 
 
 class LogEntry(msgspec.Struct, frozen=True, tag="log"):

@@ -172,15 +172,21 @@ def step_message(stage: int, report: StepReport) -> node_pb2.StageStep:
         samples=report.samples,
         tokens=report.tokens,
         peak_memory_bytes=report.peak_memory_bytes,
+        codec_revision=report.codec_revision,
         received=[
-            node_pb2.LinkReceived(source=source, bytes=one.bytes, busy_s=one.busy_s)
+            node_pb2.LinkReceived(
+                source=source, bytes=one.bytes, busy_s=one.busy_s, decode_s=one.decode_s, waited_s=one.waited_s
+            )
             for source, one in sorted(report.received.items())
         ],
     )
     for target, count in sorted(report.sent.items()):
         link = message.sent.add(target=target, bytes=count)
         if target in report.sending:
-            link.sending_s, link.blocked_s = report.sending[target].busy_s, report.sending[target].blocked_s
+            sending = report.sending[target]
+            link.sending_s, link.blocked_s = sending.busy_s, sending.blocked_s
+            link.raw_bytes, link.coded_bytes = sending.raw_bytes, sending.coded_bytes
+            link.encode_s, link.codec = sending.encode_s, sending.codec
     for name in ("loss", "eval_loss", "grad_norm"):
         value = getattr(report, name)
         if value is not None:

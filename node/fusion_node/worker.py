@@ -202,7 +202,7 @@ class Worker:
             take_over=True,
         )
         transport = self._make_transport(parts)
-        self._meter = LinkMeter(transport.counters)
+        self._meter = LinkMeter(transport.counters, coder)
         schedule = schedules_of(plan)[stage]
         runner = StageRunner(
             job,
@@ -356,13 +356,14 @@ class Worker:
 
     def _on_step(self, record: StageRecord) -> None:
         assert self._meter is not None  # made with the transport
+        assert self._coder is not None
         self._step = record.step
         if record.spoiled:
             text = f"gradients of step {record.step} are not finite, on this stage before any other; it is skipped"
             self._channel.log("warning", text)
         if history.active():
             self._note_step(record)
-        sending, received = self._meter.step()
+        sending, received = self._meter.step(record.step, record.waited_s)
         self._channel.report(
             StepReport(
                 step=record.step,
@@ -380,6 +381,7 @@ class Worker:
                 peak_memory_bytes=peak_memory_bytes(self._config.device),
                 sending=sending,
                 received=received,
+                codec_revision=self._coder.revision(record.step),
             )
         )
 

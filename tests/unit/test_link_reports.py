@@ -6,18 +6,34 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from msgspec.structs import replace as struct_replace
 
 from fusion.base.errors import ConfigError, WireError
 from fusion.base.ids import Epoch, Incarnation, NodeId, StageIndex
+from fusion.cli.linkview import link_lines, links_as_json
 from fusion.cli.planview import plan_as_json, plan_lines
 from fusion.cli.status import status as status_command
-from fusion.plan.types import Cluster, ClusterNode, Link, LinkTable, Plan, PlannedLink, PlannedStage
+from fusion.compress.catalog import parse_codec, parse_pair
+from fusion.compress.linkcodecs import CodecSchedule
+from fusion.graph.partition import partition
+from fusion.plan.codecs import parse_compression
+from fusion.plan.types import Cluster, ClusterNode, CodecChange, Link, LinkTable, Plan, PlannedLink, PlannedStage
 from fusion.protocol.cluster import cluster_from_proto, cluster_to_proto
 from fusion.protocol.jobstatus import JobState, JobStatus, status_from_proto
-from fusion.protocol.metrics import LinkMetrics, StageMetrics, StepMetrics, metrics_from_proto, metrics_to_proto
+from fusion.protocol.messages import MessageKind
+from fusion.protocol.metrics import (
+    CodingMetrics,
+    LinkMetrics,
+    StageMetrics,
+    StepMetrics,
+    metrics_from_proto,
+    metrics_to_proto,
+)
 from fusion.protocol.plan import plan_to_proto
+from fusion.runtime.coding import StageCoder
+from fusion.runtime.machine import Key
 from fusion.transport.assembler import ReceiveCounters
 from fusion.transport.outbox import SendCounters
 from fusion.wire.v1 import coordinator_pb2, node_pb2
@@ -29,6 +45,7 @@ from fusion_coordinator.state.records import HardwareRecord, NodeRecord
 from fusion_node.ipc import Received, Sending, StepReport, decode_report, encode
 from fusion_node.linkmeter import LinkMeter
 from fusion_node.outbox import step_message
+from tests.support.graphs import chain
 
 S0, S1, S2 = StageIndex(0), StageIndex(1), StageIndex(2)
 
@@ -36,28 +53,57 @@ S0, S1, S2 = StageIndex(0), StageIndex(1), StageIndex(2)
 # ---- from the worker ----
 
 
+def small_coder(stage: StageIndex) -> StageCoder:
+    """Of two stages with the codecs int8 and, from step 3 on, bf16."""
+    graph = chain(2)
+    codecs = CodecSchedule.always(parse_pair("int8")).changed(3, {(0, 1): parse_codec("bf16")})
+    return StageCoder(partition(graph, [1]), stage, codecs)
+
+
 def test_the_meter_tells_what_each_step_added_and_leaves_idle_links_out():
     sent, got = SendCounters(payload_bytes=10, sending_s=1.0), ReceiveCounters(timed_bytes=5, busy_s=0.5)
     quiet = (SendCounters(), ReceiveCounters())
-    meter = LinkMeter(lambda: {S1: (sent, got), S2: quiet})
-    assert meter.step() == ({}, {})
+    coder = small_coder(S0)
+    meter = LinkMeter(lambda: {S1: (sent, got), S2: quiet}, coder)
+    assert meter.step(1, {}) == ({}, {})
     sent.payload_bytes, sent.sending_s, sent.blocked_s = 110, 1.25, 0.125
-    got.timed_bytes, got.busy_s = 1005, 2.5
-    assert meter.step() == ({1: Sending(0.25, 0.125)}, {1: Received(1000, 2.0)})
-    assert meter.step() == ({}, {})
+    got.payload_bytes, got.timed_bytes, got.busy_s = 1100, 1005, 2.5
+    value = torch.zeros(2, 4)
+    out = coder.encode(Key(MessageKind.ACTIVATION, 2, 0, 0), value, requires_grad=True)
+    back = small_coder(S1).encode(Key(MessageKind.GRADIENT, 2, 0, 0), value, requires_grad=False)
+    coder.decode(Key(MessageKind.GRADIENT, 2, 0, 0), back.layout, back.payload, back.codec, requires_grad=False)
+    ((one, sending),), ((other, received),) = (part.items() for part in meter.step(2, {S1: 0.75}))
+    assert (one, other) == (1, 1)
+    assert (sending.busy_s, sending.blocked_s, sending.codec) == (0.25, 0.125, "int8")
+    assert (sending.raw_bytes, sending.coded_bytes) == (32, len(out.payload))
+    assert (received.bytes, received.busy_s, received.waited_s) == (1000, 2.0, 0.75)
+    assert sending.encode_s > 0
+    assert received.decode_s > 0
+    assert meter.step(3, {}) == ({}, {})
+    sent.payload_bytes += 1
+    assert meter.step(3, {})[0][1].codec == "bf16"
 
 
 def test_links_figures_pass_from_the_worker_to_the_owner():
-    report = StepReport(step=3, sent={1: 50}, sending={1: Sending(0.25, 0.125)}, received={1: Received(1000, 2.0)})
+    report = StepReport(
+        step=3,
+        sent={1: 50},
+        sending={1: Sending(0.25, 0.125, 200, 40, 0.5, "int4")},
+        received={1: Received(1000, 2.0, 0.0625, 0.75)},
+        codec_revision=2,
+    )
     decoded = decode_report(encode(report))
     assert decoded == report
     assert isinstance(decoded, StepReport)
     message = step_message(0, decoded)
     metrics = metrics_from_proto(coordinator_pb2.StepMetrics(step=3, stages=[message]))
     (stage,) = metrics.stages
-    assert stage.received == {S1: LinkMetrics(1000, 2.0)}
+    assert stage.received == {S1: LinkMetrics(1000, 2.0, 0.0625, 0.75)}
     assert stage.received[S1].bytes_per_s == 500.0
     assert stage.blocked_s == {S1: 0.125}
+    assert stage.coding == {S1: CodingMetrics("int4", 200, 40, 0.5)}
+    assert stage.coding[S1].ratio == 5.0
+    assert stage.codec_revision == 2
     assert metrics_from_proto(metrics_to_proto(metrics)) == metrics
 
 
@@ -239,10 +285,53 @@ def test_figures_of_an_earlier_plan_are_not_set_beside_the_present_one():
     assert plan_as_json(JobStatus("j", "j", JobState.QUEUED, "", 0, 1, (), (), None, 0, 0, "")) is None
 
 
-def test_the_plan_of_no_job_in_particular_cannot_be_shown():
-    result = CliRunner().invoke(status_command, ["--plan"])
+@pytest.mark.parametrize("option", ["--plan", "--links"])
+def test_the_plan_of_no_job_in_particular_cannot_be_shown(option: str):
+    result = CliRunner().invoke(status_command, [option])
     assert result.exit_code != 0
-    assert "--plan needs a job" in str(result.exception)
+    assert f"{option} needs a job" in str(result.exception)
+
+
+def test_links_are_shown_with_their_codec_now_and_what_it_costs():
+    coded = replace(
+        LAST,
+        step=12,
+        stages=(
+            replace(LAST.stages[0], coding={S1: CodingMetrics("bf16", 2000, 1000, 0.5)}),
+            replace(LAST.stages[1], received={S0: LinkMetrics(1000, 0.25, 0.125, 4.5)}),
+        ),
+    )
+    changing = replace(PLAN, codec_changes=(CodecChange(12, ((S0, S1, "bf16"),)),))
+    message = coordinator_pb2.JobStatus(job_id="j", name="j", state=3, plan=plan_to_proto(changing), step=12, steps=20)
+    message.last.CopyFrom(metrics_to_proto(coded))
+    status = status_from_proto(message)
+    found = links_as_json(status)
+    assert found is not None
+    assert found["compression"] == "none,0>1=int8 none,0>1=bf16@12"
+    parse_compression(found["compression"])
+    (link,) = found["links"]
+    assert link == {
+        "source": 0,
+        "target": 1,
+        "from_node": "a",
+        "to_node": "b",
+        "codec": "bf16",
+        "ratio": 2.0,
+        "bytes": 1010,
+        "raw_bytes": 2000,
+        "bytes_per_s": 4000.0,
+        "encode_s": 0.5,
+        "decode_s": 0.125,
+        "waited_share": 0.5,
+    }
+    lines = link_lines(status)
+    assert "0 -> 1  a -> b  bf16   2.0" in lines[1]
+    assert lines[1].endswith("50%")
+    message.ClearField("last")
+    unmeasured = links_as_json(status_from_proto(message))
+    assert unmeasured is not None
+    assert unmeasured["links"][0]["codec"] == "bf16"  # of step 12
+    assert unmeasured["links"][0]["ratio"] is None
 
 
 def test_a_job_says_who_plans_it_and_whether_it_may_move():

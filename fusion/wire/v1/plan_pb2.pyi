@@ -164,7 +164,10 @@ class CodecChange(google.protobuf.message.Message):
 
     FROM_STEP_FIELD_NUMBER: builtins.int
     LINKS_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
     from_step: builtins.int
+    revision: builtins.int
+    """of the SetCodecs that it follows; 0: the plan's own"""
     @property
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LinkCodec]: ...
     def __init__(
@@ -172,8 +175,9 @@ class CodecChange(google.protobuf.message.Message):
         *,
         from_step: builtins.int = ...,
         links: collections.abc.Iterable[Global___LinkCodec] | None = ...,
+        revision: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_step", b"from_step", "links", b"links"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_step", b"from_step", "links", b"links", "revision", b"revision"]) -> None: ...
 
 Global___CodecChange: typing_extensions.TypeAlias = CodecChange
 
