@@ -22,6 +22,7 @@ from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.machine import Key
 from fusion.runtime.optimizer import OPTIMIZER_PREFIX
 from fusion.runtime.stage import Arrived, StageRecord, StageRunner
+from fusion.runtime.versions import Keeper
 
 
 @dataclass(slots=True)
@@ -81,13 +82,14 @@ def run_local(
     codecs: CodecSchedule | None = None,
     code_evaluation: bool = False,
     first_step: int = 1,
+    keepers: Sequence[Keeper | None] = (),
 ) -> LocalResult:
     """Run a job in this process and thread, in one piece or cut at the operator positions `stages`.
 
     With `codecs` every tensor between pieces goes through its link's codec, byte by byte as over a network; without,
     it is handed over as it is. `code_evaluation`: the values of evaluations, too, go through them. `tensors` are
-    copied, not changed; to go on at `first_step` they hold what a run that did the steps before it left. The process's
-    random numbers and torch settings are put back afterwards.
+    copied, not changed; to go on at `first_step` they hold what a run that did the steps before it left. `keepers`, one
+    for each piece, get versions of its state. The process's random numbers and torch settings are put back afterwards.
     """
     result = LocalResult()
     parts = partition(graph, stages)
@@ -99,7 +101,9 @@ def run_local(
 
     coders = {} if codecs is None else make_coders(spec, parts, codecs, device, code_evaluation=code_evaluation)
     with compute_settings(spec, device):
-        runners = make_runners(spec, parts, tensors, data, eval_data, finished_step, device, first_step, coders)
+        runners = make_runners(
+            spec, parts, tensors, data, eval_data, finished_step, device, first_step, coders, keepers
+        )
         while not all(runner.finished for runner in runners):
             if not any(runner.advance() for runner in runners):
                 waiting = {int(runner.stage): runner.waits_for() for runner in runners if not runner.finished}
@@ -120,6 +124,7 @@ def make_runners(
     device: str = "cpu",
     first_step: int = 1,
     coders: Mapping[StageIndex, StageCoder] | None = None,
+    keepers: Sequence[Keeper | None] = (),
 ) -> list[StageRunner]:
     """Return a runner for every shard, connected without a network; `coders` stand for a tensor's way over one."""
     count = len(parts.shards)
@@ -148,6 +153,7 @@ def make_runners(
             _DirectOutbox(stage, runners, coders or {}),
             gather.taker(stage),
             first_step,
+            keeper=keepers[stage] if keepers else None,
             coder=(coders or {}).get(stage),
         )
         runners[stage].load_state(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from fusion.graph.dag import TensorSpec
 from fusion.graph.partition import legal_cuts
 from fusion.protocol.job import BlobRef, DataField, DataFile, DataSpec, JobSpec, OptimizerSpec, RowSource
 from fusion.runtime.local import LocalResult, run_local
+from fusion.runtime.versions import Keeper
 
 Batch = dict[str, torch.Tensor]
 
@@ -48,6 +49,7 @@ class Training:
         first_step: int = 1,
         codecs: CodecSchedule | None = None,
         code_evaluation: bool = False,
+        keepers: Sequence[Keeper | None] = (),
         **changes: Any,
     ) -> LocalResult:
         """Run it, cut at `cuts`; every tensor between pieces goes through its codec, "none" unless told otherwise."""
@@ -62,6 +64,7 @@ class Training:
             codecs=codecs or CodecSchedule(),
             code_evaluation=code_evaluation,
             first_step=first_step,
+            keepers=keepers,
         )
 
 
