@@ -92,12 +92,18 @@ def _scatter(offset: int, chunk: bytes, places: list[tuple[int, int, memoryview]
     return start
 
 
+def file_pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file in pieces, one tensor after the other."""
+    shapes = [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    yield header_bytes(shapes)
+    for tensor in tensors.values():
+        view = memory_of(tensor.detach().to("cpu").contiguous())
+        for begin in range(0, len(view), _PIECE_BYTES):
+            yield view[begin : begin + _PIECE_BYTES]
+
+
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file, one tensor at a time."""
-    shapes = [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()]
     with path.open("wb") as file:
-        file.write(header_bytes(shapes))
-        for tensor in tensors.values():
-            view = memory_of(tensor.detach().to("cpu").contiguous())
-            for begin in range(0, len(view), _PIECE_BYTES):
-                file.write(view[begin : begin + _PIECE_BYTES])
+        for piece in file_pieces(tensors):
+            file.write(piece)

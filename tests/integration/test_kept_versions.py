@@ -1,4 +1,4 @@
-"""Stages keep versions of their state together: the same steps on all, at most two at once, and nothing else changes."""
+"""Stages keep versions of their state together: the same steps on all, at most two at once, nothing else changes."""
 
 from __future__ import annotations
 
