@@ -11,8 +11,9 @@ one stage at a time without any common clock:
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from statistics import median
 from typing import assert_never
 
 from fusion_node.events import (
@@ -27,6 +28,7 @@ from fusion_node.events import (
     HeartbeatAnswered,
     HoldOrdered,
     HoldWorker,
+    LeaseWorker,
     Leave,
     Left,
     Note,
@@ -36,6 +38,7 @@ from fusion_node.events import (
     RegistrationLost,
     ReportMetrics,
     ReportStage,
+    ReportStates,
     Signalled,
     StageRef,
     StartWorker,
@@ -46,7 +49,7 @@ from fusion_node.events import (
     WorkerExited,
     WorkerReported,
 )
-from fusion_node.ipc import TERMINAL_STATES, LogEntry, Progress, Report, StageStateReport, StepReport
+from fusion_node.ipc import TERMINAL_STATES, LogEntry, Progress, Report, StageStateReport, StateUploaded, StepReport
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 15.0
 STOP_GRACE_S = 10.0  #: between asking a worker to end and killing it
@@ -55,6 +58,9 @@ LEAVE_GRACE_S = 5.0  #: the same when the daemon itself is asked to end
 FENCE_GRACE_S = 1.0  #: the same when the lease has ended: others may be given the stage 5 s later
 START_LIMIT_S = 120.0  #: until the first sign of life: torch is imported meanwhile
 HANG_LIMIT_S = 20.0  #: without a sign of life thereafter
+STUCK_LIMIT_S, STUCK_STEPS = 20.0, 10.0  #: and, at work, so long and so many median steps within one instruction
+STUCK_FIRST_LIMIT_S = 600.0  #: the same before a step's time is known
+STEPS_WATCHED = 20  #: for the median
 PAUSE_S = 3.0  #: a longer gap between ticks means that this process itself did not run
 REMEMBERED_JOBS = 1000
 AUTH_EXIT_CODE = 20
@@ -69,6 +75,11 @@ class _Registration:
     next_heartbeat_s: float
     sequence: int = 0
 
+    @property
+    def lease_until_s(self) -> float:
+        """When this node may no longer speak for its stage."""
+        return self.lease_from_s + self.self_fence_s
+
 
 @dataclass(slots=True)
 class _Worker:
@@ -76,6 +87,9 @@ class _Worker:
     sign_s: float  #: when it last gave a sign of life
     limit_s: float  #: how long it may go without one
     step: int = 0
+    passes: int = -1  #: when it was last seen to work: looks between two instructions
+    moved_s: float = 0.0  #: when that last grew, or when it was not at work
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_WATCHED))
     ended: bool = False  #: a terminal state has been reported for it
     stopping: bool = False
     outcome: StageStateReport | None = None  #: what to report once it is gone, instead of how it went
@@ -170,6 +184,7 @@ class Agent:
         )
         self._do(Note("info", f"registered, incarnation {event.incarnation}"))
         self._do(Watch(event.incarnation))
+        self._do(ReportStates())
 
     def _register_failed(self, event: RegisterFailed) -> None:
         if self._leaving or self._exit:
@@ -186,12 +201,14 @@ class Agent:
         if registration is None or event.incarnation != registration.incarnation:
             return
         registration.lease_from_s = max(registration.lease_from_s, event.sent_s)
+        if self._worker is not None:
+            self._do(LeaseWorker(registration.lease_until_s))
         if self._identity in event.revoked:
             self._end(Exit(AUTH_EXIT_CODE, "this node has been revoked; ask the cluster's operator for a new token"))
 
     def _fence(self, now_s: float) -> None:
         registration = self._registration
-        if registration is None or now_s - registration.lease_from_s < registration.self_fence_s:
+        if registration is None or now_s < registration.lease_until_s:
             return
         self._lose_registration(f"no answered heartbeat for {now_s - registration.lease_from_s:.0f} s")
 
@@ -269,7 +286,8 @@ class Agent:
 
     def _start(self, assignment: Assignment, now_s: float) -> None:
         self._worker = _Worker(assignment, now_s, START_LIMIT_S)
-        self._do(StartWorker(assignment))
+        lease_until_s = self._registration.lease_until_s if self._registration is not None else 0.0
+        self._do(StartWorker(assignment, lease_until_s))
 
     def _remember(self, job: str, epoch: int) -> None:
         self._newest[job] = max(epoch, self._newest.pop(job, 0))
@@ -319,11 +337,15 @@ class Agent:
         match report:
             case Progress():
                 worker.step = max(worker.step, report.step)
+                self._note_progress(worker, report, now_s)
             case StageStateReport():
                 self._worker_state(worker, report)
+            case StateUploaded():
+                self._do(ReportStates(report.digest))
             case StepReport() | LogEntry():
                 if isinstance(report, StepReport):
                     worker.step = max(worker.step, report.step)
+                    worker.step_times_s.append(report.step_s)
                 if not worker.muted:
                     self._do(ReportMetrics(ref, worker.assignment.incarnation, report))
             case _:
@@ -337,11 +359,22 @@ class Agent:
         if worker.ended and not worker.stopping:
             self._stop_worker(f"the stage is {report.state}", END_GRACE_S, report)
 
+    def _note_progress(self, worker: _Worker, report: Progress, now_s: float) -> None:
+        """A stage that waits for its peers looks around every second; within an instruction it does not."""
+        if report.micro_batches != worker.passes or not report.at_work:
+            worker.passes, worker.moved_s = report.micro_batches, now_s
+
     def _watch_worker(self, now_s: float) -> None:
         worker = self._worker
-        if worker is None or worker.stopping or now_s - worker.sign_s < worker.limit_s:
+        if worker is None or worker.stopping:
             return
-        detail = f"the worker gave no sign of life for {now_s - worker.sign_s:.0f} s and was killed"
+        if now_s - worker.sign_s >= worker.limit_s:
+            self._kill_stuck(worker, f"the worker gave no sign of life for {now_s - worker.sign_s:.0f} s")
+        elif worker.passes >= 0 and now_s - worker.moved_s >= _stuck_limit_s(worker):
+            self._kill_stuck(worker, f"no progress in one instruction for {now_s - worker.moved_s:.0f} s: it hangs")
+
+    def _kill_stuck(self, worker: _Worker, what: str) -> None:
+        detail = f"{what}; the worker was killed"
         self._do(Note("error", detail))
         self._stop_worker(detail, 0.0, StageStateReport("failed", detail, "crash"))
         worker.muted = True
@@ -352,6 +385,7 @@ class Agent:
         self._last_tick_s = now_s
         if self._worker is not None and gap_s > PAUSE_S:
             self._worker.sign_s += gap_s
+            self._worker.moved_s += gap_s
 
     def _worker_exited(self, event: WorkerExited, now_s: float) -> None:
         worker = self._worker
@@ -363,6 +397,8 @@ class Agent:
         if not worker.ended:
             report = worker.outcome or StageStateReport("failed", event.detail, event.cause)
             self._report(worker.assignment, report)
+        if self._registration is not None:
+            self._do(ReportStates())
         if self._exit is not None:
             self._do(self._exit)
         elif self._leaving:
@@ -408,6 +444,12 @@ class Agent:
             self._do(how)
         else:
             self._stop_worker(how.message, FENCE_GRACE_S, StageStateReport("failed", how.message, "lease"))
+
+
+def _stuck_limit_s(worker: _Worker) -> float:
+    """Return how long one instruction may take."""
+    times_s = worker.step_times_s
+    return max(STUCK_LIMIT_S, STUCK_STEPS * median(times_s)) if times_s else STUCK_FIRST_LIMIT_S
 
 
 def _meant(event: StopOrdered, ref: StageRef) -> bool:

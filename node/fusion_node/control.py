@@ -93,6 +93,10 @@ class Control:
         """Tell what probes have found."""
         return await self._call(self._calls.ReportLinks(request, timeout=CALL_DEADLINE_S))
 
+    async def report_states(self, report: node_pb2.StatesReport) -> node_pb2.StatesReportResponse:
+        """Tell which states are kept here; replaces what was told before."""
+        return await self._call(self._calls.ReportStates(report, timeout=CALL_DEADLINE_S))
+
     async def renew(self, csr_der: bytes) -> bytes:
         """Return a new certificate (PEM) for the same key."""
         response: node_pb2.RenewResponse = await self._call(

@@ -39,7 +39,8 @@ from fusion_node.outbox import Outbox
 from fusion_node.probes import ProbePort, measure
 from fusion_node.reachability import DEFAULT_LISTEN, NotReachableError, Reachability, find_out
 from fusion_node.renewal import keep_renewed
-from fusion_node.statefiles import StateFiles
+from fusion_node.stateclerk import StateClerk
+from fusion_node.statefiles import StateFiles, state_directories
 from fusion_node.supervisor import WORKER_COMMAND, Supervisor
 
 log = logging.getLogger("fusion.node")
@@ -122,7 +123,9 @@ class Daemon:
         self._supervisor = Supervisor(settings.home / "logs", self._events.put_nowait, worker_command)
         self._outbox = Outbox(self._name, clock)
         self._control = Control(credentials)
-        self._states = StateFiles(settings.cache_dir)
+        self._state_dirs = state_directories(settings.cache_dir, credentials.identity)
+        self._states = StateFiles(self._state_dirs)
+        self._clerk = StateClerk(self._states, self._control, lambda: self._agent.incarnation)
         self._probes = ProbePort(credentials.cluster, lambda: self._credentials)
         self._hardware: Hardware | None = None
         self._reachability: Reachability | None = None
@@ -140,6 +143,7 @@ class Daemon:
         try:
             self._spawn(self._tick(), "tick")
             self._spawn(self._outbox.run(self._control), "outbox")
+            self._spawn(self._clerk.run(), "states")
             self._spawn(
                 keep_renewed(self._credentials, self._settings.home, self._control, self._clock, self._renewed),
                 "renewal",
@@ -225,6 +229,7 @@ class Daemon:
                 self._spawn(self._heartbeat(action), "heartbeat")
             case events.StartWorker():
                 self._start_worker(action.assignment)
+                self._supervisor.lease(action.lease_until_s)
             case events.StopWorker():
                 log.info("stopping the worker", extra=fields(reason=action.reason, grace_s=action.grace_s))
                 self._supervisor.stop(action.reason, action.grace_s, action.ask)
@@ -232,6 +237,10 @@ class Daemon:
                 self._supervisor.hold()
             case events.Forget():
                 self._states.clear(action.job)
+            case events.LeaseWorker():
+                self._supervisor.lease(action.until_s)
+            case events.ReportStates():
+                self._clerk.report(action.uploaded)
             case events.ReportStage():
                 log.info(f"{action.ref} is {action.report.state}", extra=fields(detail=action.report.detail))
                 self._outbox.put_stage(action)
@@ -262,6 +271,7 @@ class Daemon:
             threads=_job_threads(assignment.payload) or self._hardware.threads,
             memory_limit_bytes=self._hardware.memory_bytes,
             allow_data=tuple(str(path) for path in settings.allow_data),
+            state_dirs=tuple(str(path) for path in self._state_dirs),
             emulate_flops=self._emulate_flops,
             routes=settings.routes,
         )
@@ -271,7 +281,12 @@ class Daemon:
         )
         log.info(f"starting a worker for {ref}", extra=fields(log=settings.home / "logs" / f"{name}.log"))
         self._probes.want("")
-        self._supervisor.start(config, name, self._probes.release)
+        self._supervisor.start(config, name, self._make_room)
+
+    async def _make_room(self) -> None:
+        """Before a worker starts: the port is free, and nobody writes the states that were never finished."""
+        await self._probes.release()
+        await asyncio.to_thread(self._states.clear_unfinished)
 
     def _mind_port(self) -> None:
         """Hold the data plane's port while no worker needs it, so that the links to this node can be measured."""
@@ -422,6 +437,11 @@ class Daemon:
                 self._events.put_nowait(events.StopOrdered(incarnation, stop.job_id, stop.epoch, stop.reason))
             case "hold":
                 self._events.put_nowait(events.HoldOrdered(incarnation, command.hold.job_id, command.hold.epoch))
+            case "upload":
+                upload = command.upload
+                self._spawn(self._clerk.upload(self._credentials, upload.job_id, set(upload.digests)), "upload")
+            case "report_states":
+                self._clerk.report()
             case "probe":
                 self._probes.service.let_in(command.probe.callers)
                 if command.probe.targets:
@@ -443,6 +463,7 @@ class Daemon:
         await self._outbox.flush(LAST_REPORTS_S)
         try:
             await self._control.leave(action.incarnation, action.reason)
+            await asyncio.to_thread(self._states.clear)  # nobody will ask this node for them
         except FusionError as error:
             log.warning("left without the coordinator's answer", extra=fields(reason=error))
         self._events.put_nowait(events.Left())

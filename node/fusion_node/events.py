@@ -184,6 +184,7 @@ class StartWorker:
     """Start a worker. There is none at this moment."""
 
     assignment: Assignment
+    lease_until_s: float  #: as in LeaseWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,20 @@ class Forget:
     """Delete what was kept on the disk for a job to go on here."""
 
     job: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWorker:
+    """Tell the worker until when this node may speak for its stage."""
+
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStates:
+    """Tell the coordinator which states this node keeps."""
+
+    uploaded: str = ""  #: digest of one that the blob store has now
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +272,8 @@ Action = (
     | StopWorker
     | HoldWorker
     | Forget
+    | LeaseWorker
+    | ReportStates
     | ReportStage
     | ReportMetrics
     | Leave

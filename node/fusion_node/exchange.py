@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -63,7 +63,10 @@ class MessageReceiver:
         coder: StageCoder,
         on_lost: Callable[[StageIndex, str], None],
         on_failure: Callable[[FusionError], None],
+        takers: Mapping[MessageKind, Callable[[Incoming], None]] | None = None,
     ) -> None:
+        """`takers` get the messages of a kind, instead of the stage."""
+        self._takers = {} if takers is None else takers
         self._runner = runner
         self._coder = coder
         self._on_lost = on_lost
@@ -74,6 +77,9 @@ class MessageReceiver:
         header = message.header
         key = Key(header.kind, header.step, header.micro_batch, header.edge)
         try:
+            if (take := self._takers.get(header.kind)) is not None:
+                take(message)
+                return
             content = self._content(key, message)
         except WireError as error:
             self._on_failure(

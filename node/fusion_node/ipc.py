@@ -7,6 +7,7 @@ End of file on the worker's stdin means that the daemon is gone: the worker ends
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from fusion.base.clock import SystemClock
 from fusion.base.errors import WireError
 
 StateName = Literal["starting", "ready", "running", "finished", "failed", "stopped", "held"]
@@ -24,11 +26,13 @@ Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 TERMINAL_STATES: frozenset[str] = frozenset({"finished", "failed", "stopped", "held"})
-PROGRESS_INTERVAL_S = 2.0  #: how often a worker says that it lives
+PROGRESS_INTERVAL_S = 1.0  #: how often a worker says that it lives
 MAX_LINE_BYTES = 2**20  #: of a report
 MAX_TEXT = 4000  #: characters of a detail or a log entry that are kept
 
 ORPHANED_EXIT_CODE = 75  #: of a worker whose daemon is gone
+FENCED_EXIT_CODE = 76  #: of one whose node's lease is over, and whose daemon is frozen
+LEASE_GRACE_S = 2.0  #: for a worker to end in order when the lease has ended: others may be given the stage 5 s later
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -44,6 +48,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, tag="config"):
     threads: int = 1  #: compute threads, unless the job states its own
     memory_limit_bytes: int = 0  #: what the owner lets a job use; 0: not limited
     allow_data: tuple[str, ...] = ()  #: directories that a job's data may lie in
+    state_dirs: tuple[str, ...] = ()  #: where states are kept, the best place first; none: below `cache_dir`
     emulate_flops: float = 0.0  #: lab only: stretch every pass to the time that it takes at this speed; 0: don't
     routes: dict[str, str] = {}  #: lab only: dial the right address wherever a peer states the left one
 
@@ -62,6 +67,13 @@ class Emulate(msgspec.Struct, frozen=True, tag="emulate"):
     """Lab only: stand for a device of another speed from now on."""
 
     flops: float
+
+
+class Lease(msgspec.Struct, frozen=True, tag="lease"):
+    """Until then this node may speak for its stage; without a newer word the worker ends. So a daemon that is frozen
+    does not leave a worker that trains for ever."""
+
+    until_s: float  #: by SystemClock, which all processes of a machine share
 
 
 class StageStateReport(msgspec.Struct, frozen=True, tag="state"):
@@ -130,11 +142,20 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """A sign of life with the stage's counters. A worker that sends none for long hangs."""
 
     step: Count  #: last finished
-    micro_batches: Count  #: passes of micro-batches done so far, forward and backward; it only grows
+    micro_batches: Count  #: looks between two instructions, or while waiting; it only grows
+    at_work: bool = False  #: whether it ought to grow: the stage is being trained
 
 
-Command = Stop | Hold | Emulate
-Report = StageStateReport | StepReport | LogEntry | Progress
+class StateUploaded(msgspec.Struct, frozen=True, tag="uploaded"):
+    """The blob store has a state that this node keeps: a checkpoint's, or that of a stage that holds."""
+
+    digest: str
+    size_bytes: Count
+    step: Count
+
+
+Command = Stop | Hold | Emulate | Lease
+Report = StageStateReport | StepReport | LogEntry | Progress | StateUploaded
 
 
 def encode(message: WorkerConfig | Command | Report) -> bytes:
@@ -195,6 +216,8 @@ class WorkerChannel:
         self._write_lock = threading.Lock()
         self._closed = threading.Event()
         self._progress = Progress(0, 0)
+        self._clock = SystemClock()
+        self._lease_until_s = math.inf  #: until the daemon has stated one
 
     @classmethod
     def take_stdio(cls) -> WorkerChannel:
@@ -227,6 +250,7 @@ class WorkerChannel:
 
         `on_stop(reason)`, `on_hold()` and `on_emulate(flops)` are called on the first one's thread for the commands of
         these names; `on_orphaned()` once the daemon is gone.
+        When the lease ends, `on_stop` comes too, and soon after it the process's end.
         """
 
         def obey(command: Command) -> None:
@@ -237,10 +261,12 @@ class WorkerChannel:
                     on_hold()
                 case Emulate():
                     on_emulate(command.flops)
+                case Lease():
+                    self._lease_until_s = command.until_s
 
         arguments = (obey, on_stop, on_orphaned)
         threading.Thread(target=self._watch, args=arguments, name="ipc-commands", daemon=True).start()
-        threading.Thread(target=self._beat, name="ipc-progress", daemon=True).start()
+        threading.Thread(target=self._beat, args=(on_stop,), name="ipc-progress", daemon=True).start()
 
     def report(self, message: Report) -> None:
         """Send one report; after the daemon is gone it goes nowhere."""
@@ -260,9 +286,9 @@ class WorkerChannel:
         """Send a line for the job's log."""
         self.report(LogEntry(level, one_line(text)))
 
-    def progress(self, step: int, micro_batches: int) -> None:
+    def progress(self, step: int, micro_batches: int, at_work: bool = False) -> None:
         """Set the counters of the next signs of life; costs nothing."""
-        self._progress = Progress(step, micro_batches)
+        self._progress = Progress(step, micro_batches, at_work)
 
     def close(self) -> None:
         """Stop the signs of life; what was reported has left already."""
@@ -279,6 +305,11 @@ class WorkerChannel:
         if not self._closed.is_set():
             on_orphaned()
 
-    def _beat(self) -> None:
+    def _beat(self, on_stop: Callable[[str], None]) -> None:
         while not self._closed.wait(PROGRESS_INTERVAL_S):
+            over_s = self._clock.monotonic_s() - self._lease_until_s
+            if over_s > LEASE_GRACE_S:
+                os._exit(FENCED_EXIT_CODE)
+            if over_s > 0:
+                on_stop("the node's lease is over, and its daemon does not answer")
             self.report(self._progress)

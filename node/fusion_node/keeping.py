@@ -279,7 +279,13 @@ class StateKeeper:
     def _unwritten(self) -> bool:
         return bool(self._waiting) or self._writing is not None
 
-    def _owes_checkpoint(self) -> bool:
+    @property
+    def owes_checkpoint(self) -> bool:
+        """Whether a checkpoint is still to be uploaded."""
+        with self._changed:
+            return self._owes()
+
+    def _owes(self) -> bool:
         writing = [*self._waiting, *([self._writing] if self._writing is not None else [])]
         unwritten = not self._complained and any(version.checkpoint for version in writing)
         return unwritten or bool(self._uploads) or self._uploading is not None
@@ -289,7 +295,7 @@ class StateKeeper:
     def finish(self, until: Callable[[], bool]) -> None:
         """Return once all checkpoints are uploaded or given up, or once `until()` says so."""
         with self._changed:
-            while self._owes_checkpoint() and not until():
+            while self._owes() and not until():
                 self._changed.wait(0.2)
 
     def close(self, timeout_s: float) -> None:

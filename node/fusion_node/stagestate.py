@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +12,8 @@ from fusion.base.errors import DataError
 from fusion.base.ids import StageIndex
 from fusion.graph.dag import InputKind
 from fusion.graph.partition import Partition
+from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.optimizer import OPTIMIZER_PREFIX, split_state_name
-from fusion.runtime.stage import StageRunner
 from fusion.runtime.tensorfile import ChunkSource, blob_header, load_tensors
 
 HELD_PREFIX = "$held."  #: of one scalar in each state: the step; its name makes the file one of its kind
@@ -33,15 +33,22 @@ def foreign_parameters(parts: Partition, stage: StageIndex) -> set[str]:
     return {parts.graph.input_of[shared.value].name for shared in parts.shared if stage in shared.holders[1:]}
 
 
-def state_to_hand_on(runner: StageRunner, parts: Partition, mark: str, step: int) -> dict[str, torch.Tensor]:
-    """Return what a held stage uploads: all that training changes, shared parameters by the first holder only.
+class HandedOn:
+    """What a stage hands on of its tensors: all that training changes, shared parameters by the first holder only.
 
-    `mark` names the stage and its plan. Frozen parameters and constants are not in it: they are still as submitted.
+    Frozen parameters and constants are not in it: they are still as submitted.
     """
-    foreign = foreign_parameters(parts, runner.stage)
-    frozen = {name for name, tensor in runner.executor.parameters.items() if not tensor.requires_grad}
-    state = {name: tensor for name, tensor in runner.state().items() if _parameter(name) not in foreign | frozen}
-    return {HELD_PREFIX + mark: torch.tensor(step)} | state
+
+    def __init__(self, executor: ShardExecutor, parts: Partition, mark: str) -> None:
+        """`mark` names the stage and its plan, which makes every state a blob of its own."""
+        self._mark = mark
+        frozen = {name for name, tensor in executor.parameters.items() if not tensor.requires_grad}
+        self._left_out = foreign_parameters(parts, executor.stage) | frozen
+
+    def __call__(self, step: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what is handed on after `step` of all `tensors` of the stage's runner."""
+        state = {name: tensor for name, tensor in tensors.items() if _parameter(name) not in self._left_out}
+        return {HELD_PREFIX + self._mark: torch.tensor(step)} | state
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

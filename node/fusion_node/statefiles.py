@@ -54,8 +54,10 @@ class Kept:
 
 
 def state_directories(cache_dir: Path, identity: str) -> tuple[Path, ...]:
-    """Return where this node keeps states, the best place first."""
+    """Return where this node keeps states, the best place first; FUSION_STATE_DIR names another place than memory."""
     disk = cache_dir / "state"
+    if chosen := os.environ.get("FUSION_STATE_DIR"):
+        return Path(chosen).expanduser().absolute() / f"fusion-{identity}", disk
     memory = MEMORY / f"fusion-{os.getuid()}-{identity}"
     return (memory, disk) if MEMORY.is_dir() else (disk,)
 

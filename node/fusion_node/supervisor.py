@@ -23,6 +23,7 @@ from fusion_node.ipc import (
     Cause,
     Emulate,
     Hold,
+    Lease,
     LogEntry,
     Stop,
     WorkerConfig,
@@ -126,6 +127,7 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._task: asyncio.Task[None] | None = None
+        self._lease_until_s: float | None = None  #: as last stated
         self._early_stops: list[tuple[str, float, bool]] = []  #: asked for while the process was being made
         self._early_emulation: Emulate | None = None  #: likewise
 
@@ -172,6 +174,13 @@ class Supervisor:
         if process is not None and process.stdin is not None and not process.stdin.is_closing():
             process.stdin.write(encode(Emulate(flops)))
 
+    def lease(self, until_s: float) -> None:
+        """Tell the worker until when this node may speak for its stage."""
+        self._lease_until_s = until_s
+        process = self._process
+        if process is not None and process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(encode(Lease(until_s)))
+
     async def close(self) -> None:
         """Kill the worker, if there is one, and wait until nothing of it is left."""
         self.stop("the daemon ends", 0.0)
@@ -211,6 +220,8 @@ class Supervisor:
         process.stdin.write(encode(config))  # not waited for: if the worker dies of it, its exit says how
         if self._early_emulation is not None:
             process.stdin.write(encode(self._early_emulation))
+        if self._lease_until_s is not None:
+            process.stdin.write(encode(Lease(self._lease_until_s)))
         for early in self._early_stops:
             self.stop(*early)
         self._early_stops.clear()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 
 from fusion.base.errors import ConfigError, DataError, FusionError, StoppedError, UnreachableError
@@ -36,7 +37,7 @@ from fusion.runtime.executor import ShardExecutor
 from fusion.runtime.local import apply_settings
 from fusion.runtime.machine import StageRole
 from fusion.runtime.stage import Pace, StageRecord, StageRunner
-from fusion.runtime.tensorfile import ChunkSource, save_tensors
+from fusion.runtime.tensorfile import ChunkSource, file_pieces, save_tensors
 from fusion.security.credentials import Credentials
 from fusion.security.roles import Access, Authorizer
 from fusion.security.tls import coordinator_server_name, server_credentials
@@ -46,15 +47,17 @@ from fusion.transport.frames import DEFAULT_WINDOW_BYTES
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
 from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
-from fusion_node.ipc import StateName, StepReport, WorkerChannel, WorkerConfig
+from fusion_node.ipc import StateName, StateUploaded, StepReport, WorkerChannel, WorkerConfig
 from fusion_node.linkmeter import LinkMeter
-from fusion_node.stagestate import foreign_parameters, load_stage, state_to_hand_on, tensor_digest
-from fusion_node.statefiles import FileSource, StateFiles
+from fusion_node.safekeeping import Safekeeping, partners
+from fusion_node.stagestate import HandedOn, foreign_parameters, load_stage, tensor_digest
+from fusion_node.statefiles import FileSource, Kept, StateFiles
 from fusion_node.usage import peak_memory_bytes
 
 CONNECT_TIMEOUT_S = 120.0
 MAX_GRAPH_BYTES = 256 * MIB
 DRAIN_PATIENCE_S = 60.0
+CLOSE_S = 4.0  #: for a version that is only in memory: less than the daemon waits before it ends the process
 SAY_S = 10.0  #: between two reports of a state that may last
 
 
@@ -106,7 +109,9 @@ class Worker:
         self._emulate_flops = config.emulate_flops
         self._parts: Partition | None = None
         self._runner: StageRunner | None = None
-        self._states = StateFiles(Path(config.cache_dir))
+        self._states = StateFiles([Path(path) for path in config.state_dirs] or [Path(config.cache_dir) / "state"])
+        self._safekeeping: Safekeeping | None = None
+        self._handed_on: HandedOn | None = None
         self._meter: LinkMeter | None = None
         self._coder: StageCoder | None = None
         self._passes = 0
@@ -146,8 +151,7 @@ class Worker:
             blobs = BlobClient(control)
             with self._saying("starting"):
                 parts = self._load_partition(blobs)
-                runner, transport = self._build(parts, blobs)
-            self._states.clear()  # whatever is kept here is older than what was just loaded
+                runner, transport = self._build(parts, blobs, control)
             self._parts, self._runner = parts, runner
             runner.pace = self._pace(parts)  # the speed to emulate may have changed in the meantime
             if self._hold_wanted:
@@ -159,7 +163,11 @@ class Worker:
                 self._channel.state("running")
                 runner.run(self._look)
                 self._finished.set()
+                self._channel.progress(self._step, self._passes)
                 if runner.held_after is None:
+                    if self._keeping.keeper.owes_checkpoint:
+                        with self._saying("running", "uploads the last checkpoint"):
+                            self._keeping.keeper.finish(lambda: self._stop_reason is not None)
                     weights = self._upload_weights(runner.executor, parts, blobs)
                     self._drain(transport)
                     self._channel.state(
@@ -168,21 +176,28 @@ class Worker:
                     reason = "finished"
                 else:
                     with self._saying("running", f"holds after step {runner.held_after}", step=runner.held_after):
-                        held = self._save_state(runner, parts, runner.held_after, blobs)
+                        held = self._save_state(runner, runner.held_after, blobs)
                         self._drain(transport)
                     reason = "held"
             finally:
+                # First, because the job may have to go on from it; the daemon kills a worker that it has asked to end.
+                self._keeping.close(CLOSE_S)
                 transport.close(self._stop_reason or reason)
             if held is not None:  # only now, because the next worker needs the port
                 step = runner.held_after or 0
                 self._channel.state("held", step=step, held_digest=held.digest, held_size_bytes=held.size_bytes)
+
+    @property
+    def _keeping(self) -> Safekeeping:
+        assert self._safekeeping is not None  # made with the stage
+        return self._safekeeping
 
     def _load_partition(self, blobs: BlobClient) -> Partition:
         message = graph_pb2.Graph.FromString(blobs.download_bytes(self._task.job.graph, MAX_GRAPH_BYTES))
         cuts = [stage.first_operator for stage in self._task.plan.stages[1:]]
         return partition(graph_from_proto(message), cuts)
 
-    def _build(self, parts: Partition, blobs: BlobClient) -> tuple[StageRunner, GrpcTransport]:
+    def _build(self, parts: Partition, blobs: BlobClient, control: grpc.Channel) -> tuple[StageRunner, GrpcTransport]:
         job, plan, stage = self._task.job, self._task.plan, self._task.stage
         self._limit_memory()
         torch.set_num_threads(max(1, self._config.threads))
@@ -204,6 +219,19 @@ class Worker:
         transport = self._make_transport(parts)
         self._meter = LinkMeter(transport.counters, coder)
         schedule = schedules_of(plan)[stage]
+        start = 0 if resume is None else resume.step
+        self._handed_on = HandedOn(executor, parts, f"{self._task.job_id}.e{plan.epoch}.s{stage}")
+        self._safekeeping = Safekeeping.start(
+            self._states,
+            self._task.job_id,
+            plan,
+            stage,
+            start,
+            select=self._handed_on,
+            transport=transport,
+            upload=lambda path: BlobClient(control).upload_file(path),
+            channel=self._channel,
+        )
         runner = StageRunner(
             job,
             parts,
@@ -213,9 +241,10 @@ class Worker:
             None if job.eval_data is None else self._open_data(job.eval_data, executor, blobs),
             WireOutbox(transport, coder),
             self._on_step,
-            first_step=1 if resume is None else resume.step + 1,
+            first_step=start + 1,
             pace=self._pace(parts),
             coder=coder,
+            keeper=self._safekeeping.keeper,
         )
         runner.load_state(tensors.optimizer | tensors.coding)
         return runner, transport
@@ -299,7 +328,7 @@ class Worker:
         plan, stage = self._task.plan, self._task.stage
         peers = {
             peer: PeerInfo(planned.node, planned.node_name, planned.address, planned.incarnation)
-            for peer in StageRole.of(parts, stage).peers(parts)
+            for peer in sorted({*StageRole.of(parts, stage).peers(parts), *partners(plan, stage)})
             for planned in (plan.stages[peer],)
         }
         return GrpcTransport(
@@ -320,7 +349,7 @@ class Worker:
     def _connect(self, transport: GrpcTransport, runner: StageRunner) -> None:
         """Wait for all peers; a stop that comes meanwhile ends the wait."""
         assert self._coder is not None  # made with the runner
-        receiver = MessageReceiver(runner, self._coder, self._on_lost, self._on_failure)
+        receiver = MessageReceiver(runner, self._coder, self._on_lost, self._on_failure, self._keeping.takers())
         self._connecting = transport
         try:
             if self._stop_reason is None:
@@ -347,7 +376,7 @@ class Worker:
     def _look(self) -> str | None:
         """Called between instructions: say that the worker lives, and end it where it must."""
         self._passes += 1
-        self._channel.progress(self._step, self._passes)
+        self._channel.progress(self._step, self._passes, at_work=True)
         if self._failure is not None:
             raise self._failure
         if self._stop_reason is None and self._lost is not None:
@@ -409,14 +438,19 @@ class Worker:
             save_tensors(Path(file.name), tensors)
             return blobs.upload_file(Path(file.name))
 
-    def _save_state(self, runner: StageRunner, parts: Partition, step: int, blobs: BlobClient) -> BlobRef:
+    def _save_state(self, runner: StageRunner, step: int, blobs: BlobClient) -> BlobRef:
         """Upload all that the job needs to go on after `step` under any plan, and keep a copy here."""
-        job = self._task.job_id
-        mark = f"{job}.e{self._task.plan.epoch}.s{self._task.stage}"
-        path = self._states.unfinished(job)
-        save_tensors(path, state_to_hand_on(runner, parts, mark, step))
-        blob = blobs.upload_file(path)
-        self._states.keep(job, blob)
+        assert self._handed_on is not None
+        job, tensors = self._task.job_id, self._handed_on(step, runner.state())
+        try:
+            part = self._states.begin(job, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+            save_tensors(part, tensors)
+        except OSError as error:
+            self._channel.log("warning", f"state of step {step} not kept here: {error.strerror}; uploaded from memory")
+            return blobs.upload_bytes(b"".join(file_pieces(tensors)))
+        blob = blobs.upload_file(part)
+        self._states.keep(part, Kept(job, self._task.plan.epoch, self._task.stage, step, blob))
+        self._channel.report(StateUploaded(blob.digest, blob.size_bytes, step))
         return blob
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusion_node import events as a
 from fusion_node.agent import Agent
 from fusion_node.events import Assignment, StageRef
-from fusion_node.ipc import LogEntry, Progress, StageStateReport, StepReport
+from fusion_node.ipc import LogEntry, Progress, StageStateReport, StateUploaded, StepReport
 
 NODE, CLUSTER, JOB = "node-under-test", "cluster-one", "job-aaaaaaaaaa"
 
@@ -387,7 +387,7 @@ def test_a_node_that_may_not_take_part_kills_its_worker_and_exits_20(event: a.Ev
 
 def test_the_revocation_of_another_node_is_not_ours():
     agent = training()
-    assert agent.handle(a.HeartbeatAnswered(7, 101.0, frozenset({"another"})), 101.0) == []
+    assert agent.handle(a.HeartbeatAnswered(7, 101.0, frozenset({"another"})), 101.0) == [a.LeaseWorker(126.0)]
 
 
 # ---- whatever happens ----
@@ -479,3 +479,51 @@ def test_never_two_workers_never_an_older_epoch_never_a_worker_without_a_lease(s
     model.step(0.0, ("register",))
     for gap_s, what in script:
         model.step(gap_s, what)
+
+
+def at_work(agent: Agent, passes: int, now_s: float) -> list[a.Action]:
+    agent.handle(a.WorkerReported(Progress(3, passes, at_work=True)), now_s)
+    return agent.handle(a.Tick(), now_s)
+
+
+def test_f17_a_worker_that_hangs_within_one_instruction_is_killed_though_it_gives_signs_of_life() -> None:
+    agent = training()
+    agent.handle(a.WorkerReported(StepReport(step=3, step_s=1.0)), 101.0)
+    for second in range(101, 122):
+        beat(agent, second, second)
+        killed = [action for action in at_work(agent, 40, second) if isinstance(action, a.StopWorker)]
+        assert bool(killed) == (second == 121)
+    assert killed[0].grace_s == 0.0
+    (report,) = [x for x in agent.handle(a.WorkerExited("crash", "signal 9"), 122.0) if isinstance(x, a.ReportStage)]
+    assert (report.report.state, report.report.cause) == ("failed", "crash")
+    assert "no progress in one instruction for 20 s" in report.report.detail
+
+
+@pytest.mark.parametrize("why", ["it waits for its peers", "its steps are long", "it is not at work", "its first step"])
+def test_a_worker_is_not_taken_for_hanging_because(why: str) -> None:
+    agent = training()
+    if why != "its first step":
+        agent.handle(a.WorkerReported(StepReport(step=3, step_s=9.0 if why == "its steps are long" else 1.0)), 101.0)
+    for second in range(101, 180):
+        beat(agent, second, second)
+        passes = second if why == "it waits for its peers" else 40
+        agent.handle(a.WorkerReported(Progress(3, passes, at_work=why != "it is not at work")), second)
+        assert not [action for action in agent.handle(a.Tick(), second) if isinstance(action, a.StopWorker)]
+
+
+def test_the_worker_knows_until_when_its_node_may_speak_for_it() -> None:
+    agent = registered()
+    (start,) = assign(agent)
+    assert isinstance(start, a.StartWorker)
+    assert start.lease_until_s == 125.0
+    assert agent.handle(a.HeartbeatAnswered(7, 105.0), 106.0) == [a.LeaseWorker(130.0)]
+
+
+def test_states_are_reported_when_a_worker_has_ended_and_when_one_was_uploaded() -> None:
+    agent = training()
+    assert agent.handle(a.WorkerReported(StateUploaded("ab" * 32, 9, 4)), 101.0) == [a.ReportStates("ab" * 32)]
+    ended = agent.handle(a.WorkerExited("crash", "signal 9"), 102.0)
+    assert [type(action) for action in ended] == [a.ReportStage, a.ReportStates]
+    agent = Agent(CLUSTER, NODE, random.Random(1))
+    agent.start()
+    assert a.ReportStates() in agent.handle(a.Registered(8, 100.0, 5.0, 25.0), 100.0)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
-from fusion.base.digest import BlobHasher
-from fusion.base.ids import JobId
-from fusion.protocol.job import BlobRef
 from fusion_node import events as a
 from fusion_node.agent import Agent
 from fusion_node.events import Assignment, StageRef
 from fusion_node.ipc import StageStateReport
-from fusion_node.statefiles import FileSource, StateFiles
 
 NODE, CLUSTER, JOB = "node-under-test", "cluster-one", "job-aaaaaaaaaa"
 HELD = StageStateReport("held", step=5, held_digest="ab" * 32, held_size_bytes=9)
@@ -76,45 +71,3 @@ def test_a_node_that_is_left_out_forgets(agent: Agent):
     agent.handle(a.WorkerReported(HELD), 102.0)
     agent.handle(a.WorkerExited("", ""), 103.0)
     assert agent.handle(a.StopOrdered(7, JOB, 1, "it goes on without this node"), 104.0) == [a.Forget(JOB)]
-
-
-# ---- files ----
-
-
-def keep(files: StateFiles, job: str, content: bytes) -> BlobRef:
-    hasher = BlobHasher()
-    hasher.update(content)
-    blob = BlobRef(hasher.hexdigest(), len(content))
-    files.unfinished(JobId(job)).write_bytes(content)
-    files.keep(JobId(job), blob)
-    return blob
-
-
-def test_a_kept_state_is_found_by_its_digest_as_long_as_it_is_whole(tmp_path: Path):
-    files, content = StateFiles(tmp_path), bytes(range(256)) * 9000
-    blob = keep(files, JOB, content)
-    path = files.find(JobId(JOB), blob)
-    assert path is not None
-    assert files.find(JobId("job-bbbbbbbbbb"), blob) is None
-    source = FileSource(path)
-    assert source.size_bytes == len(content)
-    assert b"".join(source.chunks(1, 3)) == content[2**20 :]
-    part = bytearray(100)
-    source.read_into(2**20 - 50, memoryview(part))
-    assert bytes(part) == content[2**20 - 50 : 2**20 + 50]
-    path.write_bytes(content[:-1] + b"x")
-    assert files.find(JobId(JOB), blob) is None
-    path.write_bytes(content[:-1])
-    assert files.find(JobId(JOB), blob) is None
-
-
-def test_states_are_deleted_by_job_or_all_together_half_written_ones_too(tmp_path: Path):
-    files = StateFiles(tmp_path)
-    files.clear()
-    other = keep(files, "job-bbbbbbbbbb", b"other")
-    keep(files, JOB, b"mine")
-    files.unfinished(JobId(JOB)).write_bytes(b"half")
-    files.clear(JOB)
-    assert [path.name for path in (tmp_path / "state").iterdir()] == [f"job-bbbbbbbbbb-{other.digest}.safetensors"]
-    files.clear()
-    assert list((tmp_path / "state").iterdir()) == []

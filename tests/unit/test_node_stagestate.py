@@ -15,7 +15,7 @@ from fusion.graph.partition import Partition, partition
 from fusion.runtime.local import compute_settings, make_runners
 from fusion.runtime.stage import StageRunner
 from fusion.runtime.tensorfile import save_tensors
-from fusion_node.stagestate import HELD_PREFIX, initial_names, load_stage, state_to_hand_on
+from fusion_node.stagestate import HELD_PREFIX, HandedOn, initial_names, load_stage
 from fusion_node.statefiles import FileSource
 from tests.support.models import tiny_gpt
 from tests.support.training import Training, make_training, spread_cuts
@@ -47,7 +47,7 @@ def test_each_tensor_is_handed_on_once_and_goes_where_it_is_needed(training: Tra
     old = partition(graph, spread_cuts(training, 3))
     assert old.shared, "the tied embedding is shared"
     runners = trained(training, old)
-    states = [state_to_hand_on(runner, old, f"job.e1.s{runner.stage}", 2) for runner in runners]
+    states = [HandedOn(runner.executor, old, f"job.e1.s{runner.stage}")(2, runner.state()) for runner in runners]
     names = [name for state in states for name in state if not name.startswith(HELD_PREFIX)]
     assert len(names) == len(set(names))
     everything = {name: tensor for runner in runners for name, tensor in runner.state().items()}
