@@ -151,7 +151,8 @@ def _registered(client: Client) -> int:
 
 def _environment(directory: Path) -> dict[str, str]:
     """Return the helpers' environment: ours, with a home of its own and single-threaded mathematics."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FUSION_")}
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("FUSION_")}
+    kept = ours | {name: value for name, value in os.environ.items() if name == "FUSION_STATE_DIR"}
     return kept | {"FUSION_HOME": str(directory), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
