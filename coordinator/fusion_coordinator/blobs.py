@@ -154,6 +154,11 @@ class BlobFiles:
                 self._partials.popitem(last=False)
             return found
 
+    def received(self, digest: str, caller: str, size_bytes: int) -> int:
+        """Return how many bytes of a blob the caller has uploaded so far; 0 if it has not begun."""
+        partial = self.partial(digest, caller, size_bytes, create=False)
+        return 0 if partial is None else partial.received_bytes
+
     def finish(self, partial: Partial, caller: str) -> bytes:
         """End an upload: verified, durable and in its place. Returns the chunk digests."""
         with self._lock:

@@ -7,8 +7,9 @@ after the commit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -25,29 +26,36 @@ from fusion.protocol.job import JobSpec, job_from_proto
 from fusion.protocol.plan import plan_to_proto
 from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
 from fusion_coordinator.blobs import BlobFiles
-from fusion_coordinator.decide import failures, moves, nodes, scheduling
+from fusion_coordinator.decide import failures, moves, nodes, pausing, recovery, scheduling
 from fusion_coordinator.keptstates import KeptBook, KeptState
 from fusion_coordinator.linkwatch import LinkWatch, in_contact
 from fusion_coordinator.liveness import JobWatch, Presence, forgive, forgive_job, reported
 from fusion_coordinator.planning import Planner
 from fusion_coordinator.progress import JobProgress, ProgressBook, Signal
+from fusion_coordinator.recoveries import Recoveries
 from fusion_coordinator.replanner import Replanner
 from fusion_coordinator.session import Session
 from fusion_coordinator.settings import Settings
 from fusion_coordinator.state import AnyEvent, State, apply_all
 from fusion_coordinator.state.events import (
+    JobBroke,
     JobEnded,
+    JobHolds,
     JobMoves,
+    JobPaused,
     JobPlanned,
+    JobRestored,
+    JobResumed,
     JobStays,
     JobSubmitted,
     JobWaits,
+    NodeDrains,
     NodeGone,
     NodeRegistered,
     Revoked,
     StageMoved,
 )
-from fusion_coordinator.state.records import JobRecord, JobState, NodeState, StageRecord, StageState
+from fusion_coordinator.state.records import JobRecord, JobState, NodeState, RecoveryRecord, StageRecord, StageState
 from fusion_coordinator.store.base import Answer, Request
 from fusion_coordinator.store.thread import StoreThread
 
@@ -75,9 +83,11 @@ class Controller:
         self.kept = KeptBook()
         self._planner = Planner(files)
         self.replanner = Replanner(self, self._planner)
+        self.recoveries = Recoveries(self)
         self._lock = asyncio.Lock()
         self._jobs_changed = Signal()
         self._schedule_wanted = asyncio.Event()
+        self._broken_wants = asyncio.Event()  #: a job that broke wants a plan, which does not wait for others
         self._node_came_s = -1e9  #: when a node last became free
         self._tasks: list[asyncio.Task[None]] = []
         self.stopping = asyncio.Event()  #: set when streams shall end
@@ -101,9 +111,16 @@ class Controller:
                     failed_since_s=now_s if failed else None,
                     moving_s=None if job.next is None else now_s,
                 )
-        await self._drop_states(moves.outdated(self.state.jobs.values()))  # should the last process have died over it
         await self._compact()
-        for work in (self._sweep, self._schedule, self.progress.write, self._measure_links, self.replanner.watch):
+        works = (
+            self._sweep,
+            self._schedule,
+            self.progress.write,
+            self._measure_links,
+            self.replanner.watch,
+            self.recoveries.watch,
+        )
+        for work in works:
             task = asyncio.get_running_loop().create_task(self._for_ever(work), name=work.__name__)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
@@ -134,6 +151,7 @@ class Controller:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.recoveries.close()
         self._planner.close()
         async with self._lock:
             await self.progress.flush()
@@ -202,29 +220,46 @@ class Controller:
                 self.presences.pop(event.node, None)
                 self.kept.gone(event.node)
                 self._schedule_wanted.set()
+            case NodeDrains():
+                name = self.state.nodes[event.node].name
+                log.info("node wants to leave", extra=fields(node=name, reason=event.reason))
             case Revoked():
                 self._end_session(NodeId(event.identity), StateError("the node's certificate was revoked"))
             case JobSubmitted():
-                await self._note(event.job, "info", f"submitted: {event.steps} steps")
+                await self.note(event.job, "info", f"submitted: {event.steps} steps")
                 self._schedule_wanted.set()
             case JobWaits():
-                await self._note(event.job, "info", f"waits: {event.reason}")
+                await self.note(event.job, "info", f"waits: {event.reason}")
             case JobPlanned():
                 await self._begin_epoch(self.state.jobs[event.job])
             case StageMoved():
                 await self._stage_moved(event, before.jobs[event.job])
-            case JobMoves():
-                await self._job_moves(event)
+            case JobMoves() | JobHolds():
+                await self._job_holds(event)
             case JobStays():
                 self._watches[event.job] = replace(self._watches[event.job], moving_s=None)
-                await self._note(event.job, "warning", f"stays as it is: {event.reason}")
+                await self.note(event.job, "warning", f"stays as it is: {event.reason}")
+                self._schedule_wanted.set()
+            case JobBroke():
+                await self.note(event.job, "error", f"recovers: {event.reason}")
+            case JobRestored():
+                self._watches.pop(event.job, None)
+                await self.progress.reopen(event.job)
+                await self._drop_outdated(before.jobs[event.job])
+                self._wants_plan_now()
+            case JobPaused():
+                await self.note(event.job, "warning", f"pauses: {event.reason}")
+            case JobResumed():
+                await self.progress.reopen(event.job)
+                await self.note(event.job, "info", f"goes on after step {event.step}, as its owner asked")
+                await self._drop_outdated(before.jobs[event.job])
                 self._schedule_wanted.set()
             case JobEnded():
                 if event.state is JobState.FAILED:
-                    await self._note(event.job, "error", f"failed: {event.reason}")
+                    await self.note(event.job, "error", f"failed: {event.reason}")
                 else:
-                    await self._note(event.job, "warning", event.reason)
-                await self._job_over(self.state.jobs[event.job], event.reason)
+                    await self.note(event.job, "warning", event.reason)
+                await self._job_over(before.jobs[event.job], event.reason)
         self._jobs_changed.give()
 
     async def _begin_epoch(self, job: JobRecord) -> None:
@@ -232,14 +267,14 @@ class Controller:
         self._watches[job.job] = JobWatch(self.clock.monotonic_s())
         names = ", ".join(stage.node_name for stage in job.stages)
         after = "" if job.resume is None else f", going on after step {job.resume.step}"
-        await self._note(job.job, "info", f"epoch {job.epoch}: {len(job.stages)} stages on {names}{after}")
+        await self.note(job.job, "info", f"epoch {job.epoch}: {len(job.stages)} stages on {names}{after}")
         for index, stage in enumerate(job.stages):
             self._send(stage, node_pb2.Command(assign=self._assignment(job, index)))
 
-    async def _job_moves(self, event: JobMoves) -> None:
+    async def _job_holds(self, event: JobMoves | JobHolds) -> None:
         job = self.state.jobs[event.job]
         self._watches[event.job] = replace(self._watches[event.job], moving_s=self.clock.monotonic_s())
-        await self._note(event.job, "info", event.reason)
+        await self.note(event.job, "info", event.reason)
         if job.next is not None and not job.holds:
             self._send(job.stages[0], _hold(job))
 
@@ -248,50 +283,82 @@ class Controller:
         stage = before.stages[event.stage]
         text = f"stage {event.stage} on {stage.node_name} is {event.state.name.lower()}"
         level = "error" if event.state is StageState.FAILED else "info"
-        await self._note(event.job, level, text + (f": {event.detail}" if event.detail else ""))
+        await self.note(event.job, level, text + (f": {event.detail}" if event.detail else ""))
         presence = self.presences.get(stage.node)
         if event.state.ended and presence is not None:
             self.presences[stage.node] = replace(presence, job="")
         if event.step and job.job in self._watches:
             self._watches[job.job] = replace(self._watches[job.job], moving_s=self.clock.monotonic_s())
-        if job.epoch != event.epoch:
+        if job.epoch != event.epoch or not job.stages:
             await self._moved(job, before)
         elif job.state is JobState.SUCCEEDED:
-            await self._note(event.job, "info", "succeeded")
-            await self._job_over(job, "the job succeeded")
+            await self.note(event.job, "info", "succeeded")
+            await self._job_over(before, "the job succeeded")
         elif event.state.ended:
             self._schedule_wanted.set()
-        elif job.state is JobState.RUNNING and before.state is JobState.STARTING:
-            await self._drop_states(moves.outdated([job]))  # all stages have loaded
+        elif job.state is JobState.RUNNING and before.recovery is not None:
+            await self._recovered(job, before.recovery)
+
+    async def _recovered(self, job: JobRecord, was: RecoveryRecord) -> None:
+        """Tell in one line what had happened, and what it cost."""
+        took_s = max(0.0, self.clock.wall_s() - was.since_wall_s)
+        steps = f"{was.lost} step{'' if was.lost == 1 else 's'} done again"
+        line = f"recovered within {took_s:.1f} s, went on after step {was.step}, {steps}: {was.reason}"
+        await self.note(job.job, "warning", line)
 
     async def _moved(self, job: JobRecord, before: JobRecord) -> None:
-        """All stages hold, and the next plan is in force."""
-        await self._begin_epoch(job)
+        """All stages hold, and the next plan is in force, or the job pauses."""
+        await self._drop_outdated(before)
+        if job.stages:
+            await self._begin_epoch(job)
+        else:
+            self._watches.pop(job.job, None)
+            await self.note(job.job, "info", f"holds after step {job.resume.step if job.resume is not None else 0}")
+            self._wants_plan_now()
         staying = {stage.node for stage in job.stages}
         for stage in before.stages:
             if stage.node not in staying:
-                self._send_stop(stage, before, "the job goes on without this node")
+                self.send_stop(stage, before, "the job goes on without this node")
         self._schedule_wanted.set()
 
-    async def _job_over(self, job: JobRecord, reason: str) -> None:
+    async def _job_over(self, before: JobRecord, reason: str) -> None:
+        """A job has ended: those of its workers that may be left end too."""
+        job = self.state.jobs[before.job]
         self._watches.pop(job.job, None)
         self.progress.job_over(job.job)
         for stage in job.stages:
             if not stage.state.ended or stage.state is StageState.HELD:
-                self._send_stop(stage, job, reason)
-        await self._drop_states(moves.outdated([job]))
+                self.send_stop(stage, job, reason)
+        await self._drop_outdated(before)
         self._schedule_wanted.set()
 
-    async def _drop_states(self, states: Sequence[str]) -> None:
-        """Delete blobs that only moves needed."""
+    async def _drop_outdated(self, before: JobRecord) -> None:
+        """Delete the blobs of states that a job, once it was as `before`, may have needed, and does not any more."""
+        states = moves.outdated(before, self.state.jobs[before.job])
         if states:
             digests = await asyncio.to_thread(moves.droppable, self.state, states)
             await self.store.run(self.store.store.drop_blobs, digests)
             await asyncio.to_thread(self.files.remove, digests)
 
-    def _send_stop(self, stage: StageRecord, job: JobRecord, reason: str) -> None:
+    def send_stop(self, stage: StageRecord, job: JobRecord, reason: str) -> None:
+        """Tell a stage's node to end its worker."""
         stop = node_pb2.StopWorker(job_id=job.job, epoch=job.epoch, reason=reason)
         self._send(stage, node_pb2.Command(stop=stop))
+
+    def push(self, node: NodeId, command: node_pb2.Command) -> None:
+        """Send a command to a node, if it takes any now."""
+        session = self._sessions.get(node)
+        if session is not None:
+            session.push(command)
+
+    def watching(self) -> set[NodeId]:
+        """Return the nodes that take commands now."""
+        return set(self._sessions)
+
+    async def stored(self, digests: Collection[str]) -> set[str]:
+        """Return those of the digests that the blob store has."""
+        store = self.store.store
+        return await self.store.run(lambda: {digest for digest in digests if store.blob(digest) is not None})
 
     def _send(self, stage: StageRecord, command: node_pb2.Command) -> None:
         session = self._sessions.get(stage.node)
@@ -321,7 +388,8 @@ class Controller:
         """Return a job's steps and lines."""
         return await self.progress.of(job.job, len(job.stages), moves.past_counts(job.past))
 
-    async def _note(self, job: JobId, level: str, text: str) -> None:
+    async def note(self, job: JobId, level: str, text: str) -> None:
+        """Write a line into a job's log."""
         log.log(logging.getLevelName(level.upper()), text, extra=fields(job=job))
         progress = await self.job_progress(self.state.jobs[job])
         self.progress.note(progress, self.clock.wall_s(), level, text)
@@ -339,6 +407,10 @@ class Controller:
         session = Session(node, incarnation)
         self._sessions[node] = session
         self.presences[node] = replace(self.presences[node], watching=True)
+        for job in self.state.jobs.values():
+            for stage in job.stages if job.collects else ():
+                if (stage.node, stage.incarnation) == (node, incarnation) and not stage.state.ended:
+                    self.send_stop(stage, job, f"recovery: {job.reason}")
         for job, index, stage in nodes.stages_on(self.state, node, incarnation):
             if stage.state is StageState.ASSIGNED:
                 session.push(node_pb2.Command(assign=self._assignment(job, index)))
@@ -367,7 +439,8 @@ class Controller:
         was_busy = bool(self.presences[node].job)
         self.presences[node] = presence
         job = self.state.jobs.get(JobId(presence.job)) if presence.job else None
-        if presence.job and (job is None or job.state.ended or job.epoch != presence.epoch):
+        needed = job is not None and (job.state.active or job.collects) and job.epoch == presence.epoch
+        if presence.job and not needed:
             stop = node_pb2.StopWorker(job_id=presence.job, epoch=presence.epoch, reason="the job ended or moved on")
             session = self._sessions.get(node)
             if session is not None:
@@ -405,10 +478,11 @@ class Controller:
         self._watches = {job: forgive_job(watch, gap_s) for job, watch in self._watches.items()}
 
     async def sweep(self) -> None:
-        """End leases that are over and jobs that have failed."""
-        if self._leases() or self._verdicts(self.state):
+        """End leases that are over, let jobs recover that broke, and hold those whose nodes want to leave."""
+        if self._leases() or self._verdicts(self.state) or pausing.drains(self.state, 0.0):
             await self.change(lambda state: (self._leases(), None))
             await self.change(lambda state: (self._verdicts(state), None))
+            await self.change(lambda state: (pausing.drains(state, self.clock.wall_s()), None))
 
     def _leases(self) -> list[AnyEvent]:
         now_s, wall_s = self.clock.monotonic_s(), self.clock.wall_s()
@@ -422,12 +496,20 @@ class Controller:
             if not job.state.active:
                 continue
             step_s = self._step_s(job_id)
-            reason = failures.verdict(job, watch, self.presences, now_s, self.settings, step_s)
-            if reason is not None:
-                events.append(JobEnded(wall_s, job_id, JobState.FAILED, reason))
+            verdict = failures.verdict(job, watch, self.presences, now_s, self.settings, step_s)
+            if verdict is not None:
+                progress = self.progress.known(job_id)
+                events.append(recovery.broke(job, verdict, 0 if progress is None else progress.last_step, wall_s))
+                self._note_broken_link(job, verdict)
             else:
                 events += moves.overdue(job, watch, now_s, wall_s, moves.patience_s(self.settings, step_s))
         return events
+
+    def _note_broken_link(self, job: JobRecord, verdict: failures.Verdict) -> None:
+        """Two nodes that are well but cannot reach each other are no neighbours in the next plan."""
+        if verdict.cause == "peer-lost" and verdict.peer >= 0:
+            ends = job.stages[verdict.stage].node, job.stages[verdict.peer].node
+            self.links.book.failed(*ends, self.clock.monotonic_s(), verdict.reason)
 
     def _step_s(self, job: JobId) -> float:
         """Return how long a job's last step took; 0 before there is one."""
@@ -461,16 +543,28 @@ class Controller:
     # ---- scheduling ----
 
     async def _schedule(self) -> None:
+        """Try to start what waits, once the nodes have settled; what broke is not kept waiting by that."""
         await self._schedule_wanted.wait()
-        while scheduling.queued(self.state) and (early_s := self._settles_in_s()) > 0:
-            await asyncio.sleep(early_s)
         self._schedule_wanted.clear()
-        try:
-            for job in scheduling.queued(self.state):
-                await self._try_to_start(job)
-        except UnreachableError:
-            self._schedule_wanted.set()
-            raise
+        early_s = 1.0
+        while early_s > 0:
+            self._broken_wants.clear()
+            jobs = scheduling.waiting(self.state)
+            early_s = self._settles_in_s() if jobs else 0.0
+            try:
+                for job in jobs:
+                    if early_s <= 0 or job.state is JobState.RECOVERING:
+                        await self._try_to_start(job)
+            except UnreachableError:
+                self._schedule_wanted.set()
+                raise
+            if early_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._broken_wants.wait(), early_s)
+
+    def _wants_plan_now(self) -> None:
+        self._schedule_wanted.set()
+        self._broken_wants.set()
 
     def _settles_in_s(self) -> float:
         now_s = self.clock.monotonic_s()
@@ -502,7 +596,10 @@ class Controller:
 
     async def _try_to_start(self, job: JobRecord) -> None:
         spec = job_from_proto(job_pb2.JobSpec.FromString(job.spec))
-        free, remarks = scheduling.split_by_torch(scheduling.idle(self.state, self.presences), spec.torch_version)
+        nodes_here = scheduling.ready_for(self.state, self.presences, job)
+        free, remarks = scheduling.split_by_torch(nodes_here, spec.torch_version)
+        free, avoided = recovery.fit_for(job, free)
+        remarks += avoided
         if not free:
             await self._wait(job, scheduling.waits_for_nodes(self.state, remarks))
             return
@@ -514,12 +611,12 @@ class Controller:
             return
         except FusionError as error:
             reason = f"no plan is possible: {error}"
-            await self.change(lambda state: (_if_queued(state, job, self._ended(job, reason)), None))
+            await self.change(lambda state: (_if_waiting(state, job, self._ended(job, reason)), None))
             return
         except Exception as error:  # a fault in the planner must not end the coordinator
             log.exception("planner failed", extra=fields(job=job.job))
             reason = f"no plan: internal error {type(error).__name__}; see the coordinator's log"
-            await self.change(lambda state: (_if_queued(state, job, self._ended(job, reason)), None))
+            await self.change(lambda state: (_if_waiting(state, job, self._ended(job, reason)), None))
             return
         await self.change(lambda state: (self._start_job(state, job, plan), None))
 
@@ -527,15 +624,22 @@ class Controller:
         return JobEnded(self.clock.wall_s(), job.job, JobState.FAILED, reason)
 
     async def _wait(self, job: JobRecord, reason: str) -> None:
+        """No plan is possible now: a job that never ran waits in the queue, another one pauses."""
+
         def decide(state: State) -> tuple[list[AnyEvent], None]:
-            event = JobWaits(self.clock.wall_s(), job.job, reason)
-            return (_if_queued(state, job, event) if state.jobs[job.job].reason != reason else []), None
+            now, wall_s = state.jobs[job.job], self.clock.wall_s()
+            if now.state is JobState.QUEUED:
+                event: AnyEvent = JobWaits(wall_s, job.job, reason)
+            else:
+                event = JobPaused(wall_s, job.job, reason)
+            said = now.reason == reason and now.state is not JobState.RECOVERING
+            return ([] if said else _if_waiting(state, job, event)), None
 
         await self.change(decide)
 
     def _start_job(self, state: State, job: JobRecord, plan: Plan) -> list[AnyEvent]:
         """Put a plan in force if the nodes that it was made for are still free; else it is made again."""
-        free = {(node.node, node.incarnation) for node in scheduling.idle(state, self.presences)}
+        free = {(node.node, node.incarnation) for node in scheduling.ready_for(state, self.presences, job)}
         if any((stage.node, stage.incarnation) not in free for stage in plan.stages):
             self._schedule_wanted.set()
             return []
@@ -543,7 +647,7 @@ class Controller:
         stages = tuple(StageRecord(stage.node, stage.node_name, stage.incarnation) for stage in plan.stages)
         body = plan_to_proto(plan).SerializeToString(deterministic=True)
         event = JobPlanned(self.clock.wall_s(), job.job, plan.epoch, body, stages)
-        return _if_queued(state, job, event)
+        return _if_waiting(state, job, event)
 
 
 def _fail_at(name: str, events: Sequence[str]) -> None:
@@ -570,8 +674,9 @@ def job_of(record: JobRecord) -> JobSpec:
     return job_from_proto(job_pb2.JobSpec.FromString(record.spec))
 
 
-def _if_queued(state: State, job: JobRecord, event: AnyEvent) -> list[AnyEvent]:
-    return [event] if state.jobs[job.job].state is JobState.QUEUED else []
+def _if_waiting(state: State, job: JobRecord, event: AnyEvent) -> list[AnyEvent]:
+    now = state.jobs[job.job]
+    return [event] if now.wants_plan and (now.epoch, now.resume) == (job.epoch, job.resume) else []
 
 
 def _check_request_id(request_id: str) -> None:

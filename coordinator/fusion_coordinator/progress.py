@@ -75,19 +75,23 @@ class JobProgress:
         last: coordinator_pb2.StepMetrics | None,
         last_log: int,
         past: Past = (),
+        floor: int = 0,
     ) -> None:
         self.job, self.stages, self.past = job, stages, past
+        self._floor = floor  #: steps up to this one are done, whoever reported them
         self.last = last  #: the last finished step
         self.last_log = last_log
         self.changed = Signal()
+        self.newest = last.step if last is not None else 0  #: the last step that any stage reported
+        self.closed_after: int | None = None  #: later steps do not count: they are about to be done again
         self._parts: dict[int, dict[int, node_pb2.StageStep]] = {}
         self._ring: deque[coordinator_pb2.StepMetrics] = deque(maxlen=RING)
         self._lines: deque[LogRow] = deque(maxlen=RING)
 
     @property
     def last_step(self) -> int:
-        """Number of the last finished step."""
-        return self.last.step if self.last is not None else 0
+        """Number of the last finished step: all stages reported it, or a plan went on from it."""
+        return max(self.last.step if self.last is not None else 0, self._floor)
 
     def stages_of(self, step: int) -> int:
         """Return how many stages report a step."""
@@ -95,6 +99,7 @@ class JobProgress:
 
     def add_step(self, part: node_pb2.StageStep) -> None:
         """Take one stage's report. Steps finish in order: when a later one has, an earlier one's report was lost."""
+        self.newest = max(self.newest, part.step)
         if part.step <= self.last_step:
             return
         parts = self._parts.setdefault(part.step, {})
@@ -162,14 +167,13 @@ class ProgressBook:
 
     async def _open(self, job: JobId, stages: int, past: Past) -> JobProgress:
         store = self._store.store
-        step, count, before = 0, stages, list(past)
-        while count and not step:
-            begun_after = before[-1][0] if before else 0
-            step = await self._store.run(store.last_step, job, count, begun_after)
-            count = before.pop()[1] if before else 0
+        begun_after = past[-1][0] if past else 0
+        found = await self._store.run(store.last_step, job, stages, begun_after) if stages else 0
+        step = found or begun_after  # whatever was reported of the step that a plan began after, it was done
         rows = await self._store.run(store.steps, job, step - 1, 1) if step else []
+        rows = [row for row in rows if row.step == step]
         last = combine(node_pb2.StageStep.FromString(row.body) for row in rows) if rows else None
-        progress = JobProgress(job, stages, last, await self._store.run(store.last_log, job), past)
+        progress = JobProgress(job, stages, last, await self._store.run(store.last_log, job), past, begun_after)
         after = await self._store.run(store.steps, job, step, PAGE) if stages else []
         for row in after:  # steps that some stages had reported before a restart
             progress.add_step(node_pb2.StageStep.FromString(row.body))
@@ -184,6 +188,8 @@ class ProgressBook:
     ) -> None:
         """Take reports, and return once they are on disk."""
         for part in steps:
+            if progress.closed_after is not None and part.step > progress.closed_after:
+                continue
             progress.add_step(part)
             self._steps.append(StepRow(progress.job, part.step, part.stage, part.SerializeToString()))
         self._logs.extend(progress.add_line(line) for line in lines)
@@ -198,6 +204,21 @@ class ProgressBook:
             self._flushed = asyncio.get_running_loop().create_future()
         self._wanted.set()
         await asyncio.shield(self._flushed)
+
+    def close_after(self, job: JobId, step: int) -> None:
+        """Let what was or will be reported of steps after `step` not count: the job is about to do them again."""
+        self._steps = [row for row in self._steps if row.job != job or row.step <= step]
+        progress = self._jobs.get(job)
+        if progress is not None:
+            progress.closed_after = step
+
+    async def reopen(self, job: JobId) -> None:
+        """Read a job's progress anew the next time, after some steps of it were dropped."""
+        while any(row.job == job for row in self._steps) or any(row.job == job for row in self._logs):
+            await self.flush()
+        progress = self._jobs.pop(job, None)
+        if progress is not None:
+            progress.changed.give()
 
     def note(self, progress: JobProgress, wall_s: float, level: str, text: str) -> None:
         """Add a line of the coordinator's own; it is written with the next batch."""

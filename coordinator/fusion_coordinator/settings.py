@@ -24,6 +24,11 @@ class Settings:
     settle_s: float = (
         2.0  #: a plan waits until no node has become free for that long: those started together count together
     )
+    recover_wait_s: float = (
+        10.0  #: a broken job waits at most that long for its workers to end, and for nodes to answer
+    )
+    rejoin_wait_s: float = 10.0  #: ... and for lost nodes to come back, if the latest step cannot be had without them
+    upload_stall_s: float = 60.0  #: an upload of a state that has not grown for that long is given up
     ping_s: float = 5.0  #: between pings on a Watch stream
     sweep_s: float = 0.25  #: between looks at leases and deadlines
     flush_s: float = 0.25  #: metrics and logs wait at most that long for their common commit

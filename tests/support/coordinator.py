@@ -5,6 +5,7 @@ Run as a program it is the coordinator: `python tests/support/coordinator.py STA
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -28,6 +29,9 @@ QUICK = {
     "ping_s": 0.3,
     "sweep_s": 0.05,
     "flush_s": 0.02,
+    "recover_wait_s": 3.0,
+    "rejoin_wait_s": 0.5,
+    "upload_stall_s": 5.0,
     "probes": False,  # the fake nodes measure nothing
 }
 
@@ -167,6 +171,9 @@ class FakeNode:
         self._threads: list[threading.Thread] = []
         self._silent = threading.Event()
         self.watch_error: Any = None
+        self.kept: list[Any] = []  #: the states that it says it keeps, when it is asked
+        self.answers_for_states = True
+        self.contents: dict[str, bytes] = {}
 
     @property
     def identity(self) -> str:
@@ -210,9 +217,8 @@ class FakeNode:
         call = self.stub.Watch(node_pb2.WatchRequest(incarnation=self.incarnation))
         self._watch = call
         first = next(call)
-        assert first.WhichOneof("body") in ("ping", "assign", "stop")
-        if first.WhichOneof("body") != "ping":
-            self.commands.put(first)
+        assert first.WhichOneof("body") in ("ping", "assign", "stop", "report_states")
+        self._take(first)
         self._start(lambda: self._listen(call))
 
     def _listen(self, call: Any) -> None:
@@ -220,10 +226,58 @@ class FakeNode:
 
         try:
             for command in call:
-                if command.WhichOneof("body") != "ping":
-                    self.commands.put(command)
+                self._take(command)
         except grpc.RpcError as error:
             self.watch_error = error
+
+    def _take(self, command: Any) -> None:
+        """Keep a command for the test; being asked for states is answered at once."""
+        if command.WhichOneof("body") == "report_states":
+            if self.answers_for_states:
+                self._start(lambda: self._answer_for_states())
+        elif command.WhichOneof("body") != "ping":
+            self.commands.put(command)
+
+    def _answer_for_states(self) -> None:
+        import grpc
+
+        with contextlib.suppress(grpc.RpcError, ValueError):  # the coordinator died, or this node
+            self.report_states()
+
+    def report_states(self) -> None:
+        """Say which states it keeps."""
+        from fusion.wire.v1 import node_pb2
+
+        report = node_pb2.StatesReport(incarnation=self.incarnation, states=self.kept)
+        self.stub.ReportStates(report, timeout=10)
+
+    def keep(self, job: str, epoch: int, stage: int, step: int, content: bytes) -> bytes:
+        """Keep the state of a stage, to be named in the next report; returns its content."""
+        from fusion.base.digest import BlobHasher
+        from fusion.wire.v1 import node_pb2
+
+        hasher = BlobHasher()
+        hasher.update(content)
+        state = node_pb2.KeptState(job_id=job, epoch=epoch, stage=stage, step=step)
+        state.state.digest, state.state.size_bytes = hasher.hexdigest(), len(content)
+        self.kept.append(state)
+        self.contents[state.state.digest] = content
+        return content
+
+    def skip(self, kind: str) -> None:
+        """Drop the commands of this kind that have come so far."""
+        found = list(self.commands.queue)
+        self.commands.queue.clear()
+        self.commands.queue.extend(command for command in found if command.WhichOneof("body") != kind)
+
+    def upload_states(self, timeout_s: float = 15.0) -> list[str]:
+        """Wait for the order to upload states, and do it; returns their digests."""
+        from fusion.transport.blobs import BlobClient
+
+        order = self.next("upload", timeout_s)
+        for digest in order.digests:
+            BlobClient(self.channel).upload_bytes(self.contents[digest])
+        return list(order.digests)
 
     def keep_beating(self, interval_s: float = 0.2) -> None:
         """Send heartbeats until `die` or `fall_silent`."""
@@ -267,8 +321,10 @@ class FakeNode:
             thread.join(10)
 
     def next(self, kind: str, timeout_s: float = 15.0) -> Any:
-        """Return the next command, which must be of this kind."""
+        """Return the next command, which must be of this kind. To stop may be told again, and changes nothing then."""
         command = self.commands.get(timeout=timeout_s)
+        while kind != "stop" and command.WhichOneof("body") == "stop":
+            command = self.commands.get(timeout=timeout_s)
         assert command.WhichOneof("body") == kind, command
         return getattr(command, kind)
 
@@ -335,6 +391,14 @@ class FakeOwner:
     def close(self) -> None:
         """Close the connection."""
         self.channel.close()
+
+    def cancel_all(self) -> None:
+        """Cancel the jobs that have not ended: they would take the nodes of the next test."""
+        from fusion.wire.v1 import coordinator_pb2
+
+        for status in self.stubs.jobs.List(coordinator_pb2.ListJobsRequest(), timeout=10).jobs:
+            if not status.finished_wall_s:
+                self.cancel(status.job_id)
 
     def upload(self, content: bytes) -> Any:
         """Store bytes; returns the wire's reference."""
@@ -408,6 +472,15 @@ class FakeOwner:
         """Return the status once the job is in this state."""
         wait_until(lambda: self.state(job) == state, f"{job} is {self.status(job)}, wanted {state}", timeout_s)
         return self.status(job)
+
+    def lines(self, job: str, begin: str = "") -> list[str]:
+        """The lines of the job's log that begin so, without that."""
+        found = [event.log.text for event in self.follow(job) if event.HasField("log")]
+        return [line.removeprefix(begin) for line in found if line.startswith(begin)]
+
+    def broke(self, job: str) -> str:
+        """Wait until something has broken the job; return what."""
+        return wait_until(lambda: self.lines(job, "recovers: "), f"{job} breaks")[0]
 
     def cancel(self, job: str, reason: str = "", request: str = "") -> Any:
         """Cancel the job; returns its status."""

@@ -74,8 +74,8 @@ def owned_stage(state: State, node: NodeId, incarnation: int, job_id: str, epoch
     job = state.jobs.get(JobId(job_id))
     if job is None:
         raise NotFoundError(f"there is no job {job_id[:40]!r}")
-    if epoch != job.epoch:
-        raise StateError(f"stale epoch {epoch}, current {job.epoch}")
+    if epoch != job.epoch or not job.stages:
+        raise StateError(f"stale epoch {epoch}, current {job.epoch}{'' if job.stages else ', which is over'}")
     if not 0 <= stage < len(job.stages):
         raise WireError(f"stage {stage} of a job with {len(job.stages)} stages")
     mine = job.stages[stage]
@@ -103,9 +103,10 @@ def stage_report(state: State, report: Report, wall_s: float) -> list[AnyEvent]:
     step = report.step if new in (StageState.RUNNING, StageState.HELD) else 0
     detail = " ".join(report.detail.split())[:MAX_DETAIL]
     news = (new, detail, step or old.step) != (old.state, old.detail, old.step)
-    if not job.state.active or not new.follows(old.state) or not news:
+    counts = job.state.active or (job.collects and new.ended)
+    if not counts or not new.follows(old.state) or not news:
         return []
-    if step:
+    if step and not job.collects:
         return _holds(job, report, new, detail, wall_s)
     return [
         StageMoved(
@@ -118,6 +119,8 @@ def stage_report(state: State, report: Report, wall_s: float) -> list[AnyEvent]:
             report.cause if new is StageState.FAILED else "",
             report.peer_stage if new is StageState.FAILED else -1,
             report.weights if new is StageState.FINISHED else None,
+            step,
+            report.held if new is StageState.HELD else None,
         )
     ]
 

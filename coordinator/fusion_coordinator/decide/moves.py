@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from fusion.base.errors import ConfigError, StateError
 from fusion.base.ids import JobId, NodeId
@@ -36,6 +36,8 @@ def move(state: State, presences: Presences, job_id: JobId, plan: Plan, wall_s: 
 
 def check_runs(job: JobRecord) -> None:
     """Raise StateError unless the job runs and does not move already."""
+    if job.next is not None and job.next.pause:
+        raise StateError(f"{job.job} is about to hold: {job.reason}")
     if job.next is not None:
         raise StateError(f"{job.job} moves already, to epoch {job.next.epoch}; wait until it runs again")
     if job.state is not JobState.RUNNING or any(stage.state.ended or stage.holds for stage in job.stages):
@@ -108,18 +110,25 @@ def overdue(job: JobRecord, watch: JobWatch, now_s: float, wall_s: float, limit_
     """Give up a move for which no stage has stopped: the job runs on as it is."""
     if job.next is None or job.holds or watch.moving_s is None or now_s - watch.moving_s < limit_s:
         return []
-    return [JobStays(wall_s, job.job, f"no stage has stopped for the move within {limit_s:g} s")]
+    return [
+        JobStays(
+            wall_s,
+            job.job,
+            f"no stage has stopped for {'a pause' if job.next.pause else 'the move'} within {limit_s:g} s",
+        )
+    ]
 
 
-def never_held(job: JobRecord, watch: JobWatch, now_s: float, limit_s: float) -> str | None:
-    """Return why a job fails of which one stage holds and another does not. A stage that saves says so all the time."""
+def never_held(job: JobRecord, watch: JobWatch, now_s: float, limit_s: float) -> tuple[int, str] | None:
+    """Return the stage of a holding job that does not, and a line about it. A stage that saves says so all the time."""
     if job.next is None or not job.holds or watch.moving_s is None:
         return None
     for index, stage in enumerate(job.stages):
         silent_s = now_s - max(watch.moving_s, watch.last_sign_s(index))
         if not stage.state.ended and silent_s >= limit_s:
             what = "save its state" if stage.holds else "hold"
-            return f"node {stage.node_name} (stage {index}) did not {what}: nothing heard of it for {silent_s:.0f} s"
+            line = f"node {stage.node_name} (stage {index}) did not {what}: nothing heard of it for {silent_s:.0f} s"
+            return index, line
     return None
 
 
@@ -128,23 +137,32 @@ def past_counts(past: Collection[PastRecord]) -> tuple[tuple[int, int], ...]:
     return tuple((plan.last_step, plan.stages) for plan in past)
 
 
-def outdated(jobs: Iterable[JobRecord]) -> list[str]:
-    """Return the digests of states that no job will go on from: it runs by its plan already, or has ended."""
-    found: list[str] = []
-    for job in jobs:
-        if job.resume is not None and job.state is not JobState.STARTING:
-            found += [blob.digest for blob in job.resume.states]
-        if job.state.ended:
-            found += [stage.held.digest for stage in job.stages if stage.held is not None]
+def outdated(before: JobRecord, after: JobRecord) -> list[str]:
+    """Return the digests of states that a job may have needed before a change, and will not after it."""
+    return sorted(_kept_for(before) - _kept_for(after))
+
+
+def _kept_for(job: JobRecord) -> set[str]:
+    """Return the states that a job may go on from. One that has ended goes on from a checkpoint only."""
+    found = {blob.digest for checkpoint in job.checkpoints for blob in checkpoint.states}
+    if not job.state.ended:
+        found |= {stage.held.digest for stage in job.stages if stage.held is not None}
+        found |= {blob.digest for blob in job.resume.states} if job.resume is not None else set()
     return found
 
 
 def droppable(state: State, digests: Collection[str]) -> list[str]:
-    """Return those of the states' blobs that nothing else refers to, whatever a node has reported as its state."""
+    """Return those of the states' blobs that nothing refers to, whatever a node has reported as its state."""
+    return sorted(set(digests) - referenced(state))
+
+
+def referenced(state: State) -> set[str]:
+    """Return the digests of all blobs that are needed, or may be."""
     kept: set[str] = set()
     for job in state.jobs.values():
         spec = job_pb2.JobSpec.FromString(job.spec)
         kept |= {spec.graph.digest, spec.weights.digest}
         kept |= {file.blob.digest for data in (spec.data, spec.eval_data) for file in data.files}
         kept |= {stage.weights.digest for stage in job.stages if stage.weights is not None}
-    return sorted(set(digests) - kept)
+        kept |= _kept_for(job)
+    return kept

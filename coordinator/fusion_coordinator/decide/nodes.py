@@ -15,8 +15,8 @@ from fusion_coordinator.decide import moves
 from fusion_coordinator.liveness import Presence, Presences
 from fusion_coordinator.settings import Settings
 from fusion_coordinator.state import AnyEvent, State
-from fusion_coordinator.state.events import JobEnded, JobStays, NodeGone, NodeRegistered
-from fusion_coordinator.state.records import HardwareRecord, JobRecord, JobState, NodeRecord, NodeState, StageRecord
+from fusion_coordinator.state.events import JobBroke, JobStays, NodeDrains, NodeGone, NodeRegistered
+from fusion_coordinator.state.records import HardwareRecord, JobRecord, NodeRecord, NodeState, StageRecord
 
 PROTOCOL = 1
 MAX_MEMORY_BYTES = 2**50
@@ -73,7 +73,7 @@ def _check_efficiency(shares: Mapping[str, float]) -> None:
 def register(
     state: State, presence: Presence | None, asked: Registration, now_s: float, wall_s: float, settings: Settings
 ) -> tuple[list[AnyEvent], int]:
-    """Register a node; return its new incarnation. The old one's jobs fail.
+    """Register a node; return its new incarnation. The old one's jobs recover.
 
     While an earlier registration's lease runs, only a restart on the same machine is taken: anything else would be
     two machines with one identity (RefusalError with ALREADY_EXISTS).
@@ -85,7 +85,7 @@ def register(
         if _holds(old, presence, now_s, settings) and (presence is None or _elsewhere(old, presence, asked)):
             raise RefusalError(grpc.StatusCode.ALREADY_EXISTS, StateError(_copied(old, presence, now_s, settings)))
         why = "it registered anew, after a restart or too long without contact"
-        events += end_jobs_of(state, old.node, old.incarnation, why, wall_s)
+        events += break_jobs_of(state, old.node, old.incarnation, why, wall_s)
     incarnation = state.incarnation + 1
     events.append(
         NodeRegistered(wall_s, asked.node, asked.name, asked.address, asked.seen_host, asked.hardware, incarnation)
@@ -138,32 +138,45 @@ def leases_over(state: State, presences: Presences, now_s: float, wall_s: float,
 
 
 def gone(state: State, node: NodeId, incarnation: int, how: NodeState, reason: str, wall_s: float) -> list[AnyEvent]:
-    """Return the events of a node's end: it is gone, and so are the jobs that it worked on."""
+    """Return the events of a node's end: it is gone, and the jobs that it worked on recover."""
     word = "was lost" if how is NodeState.LOST else "left"
     return [
         NodeGone(wall_s, node, incarnation, how, reason),
-        *end_jobs_of(state, node, incarnation, f"{word}: {reason}", wall_s, verb=""),
+        *break_jobs_of(state, node, incarnation, f"{word}: {reason}", wall_s, verb=""),
     ]
 
 
-def end_jobs_of(
+def break_jobs_of(
     state: State, node: NodeId, incarnation: int, what: str, wall_s: float, verb: str = "was lost: "
 ) -> list[AnyEvent]:
-    """Return the failures of all active jobs with an unfinished stage on that incarnation of a node.
+    """Return what breaks: all active jobs with an unfinished stage on that incarnation of a node.
 
     A job that is about to move there stays as it is, if it can still.
     """
     events: list[AnyEvent] = [
-        JobEnded(wall_s, job.job, JobState.FAILED, f"node {stage.node_name} (stage {index}) {verb}{what}")
+        JobBroke(wall_s, job.job, f"node {stage.node_name} (stage {index}) {verb}{what}")
         for job, index, stage in stages_on(state, node, incarnation)
     ]
     for job, index, stage in moves.moving_to(state, node, incarnation):
         if job.holds:
             name = f"node {stage.node_name} (stage {index} of the plan that it moves to)"
-            events.append(JobEnded(wall_s, job.job, JobState.FAILED, f"{name} {verb}{what}"))
+            events.append(JobBroke(wall_s, job.job, f"{name} {verb}{what}"))
         else:
             events.append(JobStays(wall_s, job.job, f"node {stage.node_name} {verb}{what}"))
     return _once_per_job(events)
+
+
+def drain(state: State, node: NodeId, incarnation: int, reason: str, wall_s: float) -> tuple[list[AnyEvent], str]:
+    """Let a node come to leave; return what it has to wait for, one line, empty once it may."""
+    record = current(state, node, incarnation)
+    events: list[AnyEvent] = [] if record.draining else [NodeDrains(wall_s, node, incarnation, reason)]
+    needed = [f"stage {index} of {job.job}" for job, index, _ in stages_on(state, node, incarnation)]
+    needed += [f"the states of {job.job}" for job in state.jobs.values() if job.collects and _worked(job, node)]
+    return events, ", ".join(needed)
+
+
+def _worked(job: JobRecord, node: NodeId) -> bool:
+    return any(stage.node == node for stage in job.stages)
 
 
 def stages_on(state: State, node: NodeId, incarnation: int) -> list[tuple[JobRecord, int, StageRecord]]:
@@ -178,14 +191,14 @@ def stages_on(state: State, node: NodeId, incarnation: int) -> list[tuple[JobRec
 
 
 def _once_per_job(events: list[AnyEvent]) -> list[AnyEvent]:
-    """A job fails, or gives up its move, once: by the first of the nodes that went together."""
-    ended: set[str] = set()
+    """A job breaks, or gives up its move, once: by the first of the nodes that went together."""
+    broke: set[str] = set()
     stays: set[str] = set()
     kept: list[AnyEvent] = []
     for event in events:
-        if isinstance(event, JobEnded | JobStays):
-            if event.job in ended or (isinstance(event, JobStays) and event.job in stays):
+        if isinstance(event, JobBroke | JobStays):
+            if event.job in broke or (isinstance(event, JobStays) and event.job in stays):
                 continue
-            (ended if isinstance(event, JobEnded) else stays).add(event.job)
+            (broke if isinstance(event, JobBroke) else stays).add(event.job)
         kept.append(event)
     return kept

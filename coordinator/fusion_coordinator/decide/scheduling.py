@@ -12,13 +12,22 @@ from fusion_coordinator.state import State
 from fusion_coordinator.state.records import JobRecord, JobState, NodeRecord, NodeState
 
 
-def queued(state: State) -> list[JobRecord]:
-    """Return the waiting jobs, the longest waiting first."""
-    return [job for job in state.jobs.values() if job.state is JobState.QUEUED]
+def waiting(state: State) -> list[JobRecord]:
+    """Return the jobs that want a plan: those that broke first, then those that pause, then the longest waiting."""
+    order = {JobState.RECOVERING: 0, JobState.PAUSED: 1}
+    return sorted(
+        (job for job in state.jobs.values() if job.wants_plan),
+        key=lambda job: (order.get(job.state, 2), job.submitted_wall_s),
+    )
 
 
 def needed_by(job: JobRecord) -> set[NodeId]:
-    """Return the nodes that a job needs: those that work on it, and those that it moves to."""
+    """Return the nodes that a job needs: those that work on it, and those that it moves to.
+
+    One that has just broken needs those that it ran on, for their states, and to go on with.
+    """
+    if job.collects:
+        return {stage.node for stage in job.stages}
     if not job.state.active:
         return set()
     moves_to = job.next.stages if job.next is not None else ()
@@ -28,6 +37,17 @@ def needed_by(job: JobRecord) -> set[NodeId]:
 def working(state: State) -> set[NodeId]:
     """Return the nodes that an active job still needs."""
     return {node for job in state.jobs.values() for node in needed_by(job)}
+
+
+def ready_for(state: State, presences: Presences, job: JobRecord) -> list[NodeRecord]:
+    """Return the nodes that a waiting job can be given, by name; a worker of it that is still there is replaced."""
+    taken = working(state)
+    found = [
+        node
+        for node in state.nodes.values()
+        if node.node not in taken and _here(state, node, presences.get(node.node), job.job)
+    ]
+    return sorted(found, key=lambda node: (node.name, node.node))
 
 
 def idle(state: State, presences: Presences) -> list[NodeRecord]:
@@ -56,6 +76,7 @@ def _here(state: State, node: NodeRecord, presence: Presence | None, job: str) -
     """Whether a node is in contact and runs nothing, or by its own word this job."""
     return (
         node.state is NodeState.MEMBER
+        and not node.draining
         and node.node not in state.revoked
         and presence is not None
         and presence.incarnation == node.incarnation

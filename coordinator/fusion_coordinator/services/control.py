@@ -198,10 +198,9 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
     async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:  # noqa: N802
         """Say whether the caller may leave now, or what for it has to wait. Asking again changes nothing."""
         node, controller = NodeId(who(context).identity), self._controller
-        nodes.current(controller.state, node, request.incarnation)
-        found = nodes.stages_on(controller.state, node, request.incarnation)
-        waits_for = ", ".join(f"stage {index} of {job.job}" for job, index, _ in found)
-        return node_pb2.DrainResponse(done=not found, waits_for=waits_for)
+        reason, wall_s = " ".join(request.reason.split())[:200], controller.clock.wall_s()
+        waits_for = await controller.change(lambda state: nodes.drain(state, node, request.incarnation, reason, wall_s))
+        return node_pb2.DrainResponse(done=not waits_for, waits_for=waits_for)
 
 
 def _hardware(message: node_pb2.Hardware) -> HardwareRecord:

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from fusion.base.errors import ConfigError, StateError, UnreachableError
+from fusion.base.errors import ConfigError, UnreachableError
 from fusion.base.ids import JobId, random_id
 from fusion.protocol.job import JobSpec, job_from_proto
 from fusion.security.tls import Caller
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc, job_pb2, node_pb2, plan_pb2, tensor_pb2
 from fusion_coordinator import admission
 from fusion_coordinator.controller import Controller
-from fusion_coordinator.decide import jobs
+from fusion_coordinator.decide import jobs, pausing
 from fusion_coordinator.progress import JobProgress
 from fusion_coordinator.services.guard import who
 from fusion_coordinator.state import AnyEvent, State
@@ -25,6 +25,8 @@ from fusion_coordinator.store.base import Request
 _SUBMIT = "/fusion.wire.v1.Jobs/Submit"
 _CANCEL = "/fusion.wire.v1.Jobs/Cancel"
 _MOVE = "/fusion.wire.v1.Jobs/Move"
+_PAUSE = "/fusion.wire.v1.Jobs/Pause"
+_RESUME = "/fusion.wire.v1.Jobs/Resume"
 MAX_STAGES_NAMED = 10_000
 
 
@@ -118,12 +120,34 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
         return await self._status(self._visible(request.job_id, caller))
 
     async def Pause(self, request: coordinator_pb2.PauseRequest, context: Any) -> coordinator_pb2.JobStatus:  # noqa: N802
-        """Let a job stop at a step's end."""
-        raise StateError(f"{self._visible(request.job_id, who(context)).job} cannot be paused by this coordinator")
+        """Let a job stop at a step's end; it keeps its state, and its nodes are free."""
+        caller, controller = who(context), self._controller
+        self._visible(request.job_id, caller)
+        wall_s = controller.clock.wall_s()
+
+        def decide(state: State) -> tuple[Sequence[AnyEvent], node_pb2.Ping]:
+            job = jobs.visible(state, request.job_id, caller.identity, caller.role)
+            name = "an admin" if caller.identity != job.owner else "its owner"
+            return pausing.pause(job, name, wall_s), node_pb2.Ping()
+
+        await controller.once(Request(caller.identity, _PAUSE, request.request_id), node_pb2.Ping, decide)
+        return await self._status(self._visible(request.job_id, caller))
 
     async def Resume(self, request: coordinator_pb2.ResumeRequest, context: Any) -> coordinator_pb2.JobStatus:  # noqa: N802
-        """Let a paused job go on."""
-        raise StateError(f"{self._visible(request.job_id, who(context)).job} does not pause")
+        """Let a job go on that pauses, or has failed or was cancelled."""
+        caller, controller = who(context), self._controller
+        self._visible(request.job_id, caller)
+        wall_s = controller.clock.wall_s()
+        from_step = request.from_step if request.HasField("from_step") else None
+
+        def decide(state: State) -> tuple[Sequence[AnyEvent], node_pb2.Ping]:
+            job = jobs.visible(state, request.job_id, caller.identity, caller.role)
+            event = pausing.resume(job, from_step, wall_s)
+            controller.progress.close_after(job.job, event.step)
+            return [event], node_pb2.Ping()
+
+        await controller.once(Request(caller.identity, _RESUME, request.request_id), node_pb2.Ping, decide)
+        return await self._status(self._visible(request.job_id, caller))
 
     async def ListCheckpoints(  # noqa: N802
         self, request: coordinator_pb2.ListCheckpointsRequest, context: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fusion_coordinator.state import events, jobs, members
+from fusion_coordinator.state import events, jobs, members, recovery
 from fusion_coordinator.state.events import AnyEvent
 from fusion_coordinator.state.records import State
 
@@ -23,6 +23,14 @@ _APPLY: dict[type, Callable[[Any, State], State]] = {
     events.StageMoved: jobs.stage_moved,
     events.JobMoves: jobs.job_moves,
     events.JobStays: jobs.job_stays,
+    events.NodeDrains: members.node_drains,
+    events.JobHolds: recovery.job_holds,
+    events.JobBroke: recovery.job_broke,
+    events.JobRestored: recovery.job_restored,
+    events.JobPaused: recovery.job_paused,
+    events.JobResumed: recovery.job_resumed,
+    events.CheckpointCommitted: recovery.checkpoint_committed,
+    events.CheckpointDropped: recovery.checkpoint_dropped,
     events.JobEnded: jobs.job_ended,
 }
 

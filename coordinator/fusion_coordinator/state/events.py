@@ -7,11 +7,15 @@ import msgspec
 from fusion.base.ids import JobId, NodeId
 from fusion.security.credentials import Role
 from fusion_coordinator.state.records import (
+    CheckpointRecord,
     HardwareRecord,
     JobState,
     NodeState,
+    Pause,
+    ResumeRecord,
     StageRecord,
     StageState,
+    TroubleRecord,
     WeightsRecord,
 )
 
@@ -63,6 +67,14 @@ class NodeGone(Event, frozen=True):
     node: NodeId
     incarnation: int
     state: NodeState
+    reason: str
+
+
+class NodeDrains(Event, frozen=True):
+    """A node wants to leave: it gets no new work."""
+
+    node: NodeId
+    incarnation: int
     reason: str
 
 
@@ -124,6 +136,62 @@ class JobStays(Event, frozen=True):
     reason: str
 
 
+class JobHolds(Event, frozen=True):
+    """A running job is to hold at a step's end, and then pauses."""
+
+    job: JobId
+    pause: Pause
+    reason: str
+
+
+class JobBroke(Event, frozen=True):
+    """Something broke that another plan can cure: the workers of this epoch end, and their states are collected."""
+
+    job: JobId
+    reason: str
+    trouble: TroubleRecord | None = None
+    limit_bytes: int = 0  #: for trouble.node, if it ran out of memory
+
+
+class JobRestored(Event, frozen=True):
+    """It is decided from which step a broken job goes on; the store has what it needs. Later steps are done again."""
+
+    job: JobId
+    step: int  #: the last one that counts
+    states: tuple[WeightsRecord, ...]  #: empty with step 0: from the start
+    lost: int  #: steps that are done again
+
+
+class JobPaused(Event, frozen=True):
+    """A job that does not run waits: for its owner, or for nodes that make a plan possible."""
+
+    job: JobId
+    reason: str
+    by_owner: bool = False
+
+
+class JobResumed(Event, frozen=True):
+    """Its owner lets a job go on that pauses or has ended. Steps later than `step` are done again."""
+
+    job: JobId
+    step: int
+    resume: ResumeRecord | None  #: None: from the start
+
+
+class CheckpointCommitted(Event, frozen=True):
+    """A checkpoint is whole, on disk, and verified."""
+
+    job: JobId
+    checkpoint: CheckpointRecord
+
+
+class CheckpointDropped(Event, frozen=True):
+    """A checkpoint goes, because newer ones are enough, or because it is damaged."""
+
+    job: JobId
+    step: int
+
+
 class JobEnded(Event, frozen=True):
     """A job failed or was cancelled. (It succeeds by the last StageMoved to FINISHED.)"""
 
@@ -144,6 +212,14 @@ AnyEvent = (
     | StageMoved
     | JobMoves
     | JobStays
+    | NodeDrains
+    | JobHolds
+    | JobBroke
+    | JobRestored
+    | JobPaused
+    | JobResumed
+    | CheckpointCommitted
+    | CheckpointDropped
     | JobEnded
 )
 
@@ -158,3 +234,8 @@ def encode_event(event: AnyEvent) -> bytes:
 def decode_event(body: bytes) -> AnyEvent:
     """Return the event of `encode_event`."""
     return _decoder.decode(body)
+
+
+def redone_after(event: AnyEvent) -> tuple[JobId, int] | None:
+    """Return the job, and the step after which what was reported does not count any more, if `event` says so."""
+    return (event.job, event.step) if isinstance(event, JobRestored | JobResumed) else None

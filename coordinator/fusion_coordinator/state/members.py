@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from fusion_coordinator.state.events import Enrolled, NodeGone, NodeRegistered, Revoked, TokenCreated
+from fusion_coordinator.state.events import Enrolled, NodeDrains, NodeGone, NodeRegistered, Revoked, TokenCreated
 from fusion_coordinator.state.records import IdentityRecord, NodeRecord, NodeState, State, TokenRecord
 
 _TOKENS_KEPT_S = 86_400.0  #: after they expired, so that a late user is told "expired" and not "unknown"
@@ -55,3 +55,12 @@ def node_gone(event: NodeGone, state: State) -> State:
         return state
     gone = replace(node, state=event.state, reason=event.reason, since_wall_s=event.wall_s)
     return replace(state, nodes={**state.nodes, event.node: gone})
+
+
+def node_drains(event: NodeDrains, state: State) -> State:
+    """Mark the node as about to leave, unless it has registered anew since."""
+    node = state.nodes.get(event.node)
+    if node is None or node.incarnation != event.incarnation or node.state is not NodeState.MEMBER:
+        return state
+    drains = replace(node, draining=True, reason=event.reason)
+    return replace(state, nodes={**state.nodes, event.node: drains})

@@ -37,7 +37,7 @@ class JobState(IntEnum):
 
     @property
     def active(self) -> bool:
-        """Whether nodes work on it."""
+        """Whether nodes work on it, under the plan in force."""
         return self in (JobState.STARTING, JobState.RUNNING)
 
 
@@ -119,6 +119,7 @@ class NodeRecord(Record, frozen=True):
     state: NodeState = NodeState.MEMBER
     reason: str = ""  #: why it is lost or has left
     since_wall_s: float = 0.0
+    draining: bool = False  #: it wants to leave and gets no new work
 
 
 class WeightsRecord(Record, frozen=True):
@@ -148,19 +149,55 @@ class StageRecord(Record, frozen=True):
         return self.step > 0
 
 
+class Pause(StrEnum):
+    """Why a job holds without a plan to go on by."""
+
+    NO = ""
+    OWNER = "owner"  #: until the owner resumes it
+    REPLAN = "replan"  #: until there is a plan with the nodes that stay
+
+
 class MoveRecord(Record, frozen=True):
-    """The plan that a running job takes once all its stages hold."""
+    """The plan that a running job takes once all its stages hold; or none, if it is to pause."""
 
     epoch: int
-    plan: bytes  #: a serialised Plan
+    plan: bytes  #: a serialised Plan; empty if it pauses
     stages: tuple[StageRecord, ...]
+    pause: Pause = Pause.NO
 
 
 class ResumeRecord(Record, frozen=True):
-    """Where a job goes on that was held under another plan."""
+    """Where a job goes on that was held, or broke, under another plan. The blob store has the states."""
 
     step: int  #: the last one done
     states: tuple[WeightsRecord, ...]  #: of all stages of that plan
+
+
+class TroubleRecord(Record, frozen=True):
+    """A failure that may be the job's own, and may come again: on which node, and how far the job was."""
+
+    node: NodeId
+    node_name: str
+    cause: str
+    step: int  #: last one done by then
+
+
+class RecoveryRecord(Record, frozen=True):
+    """What a job recovers from, until it runs again."""
+
+    reason: str
+    since_wall_s: float
+    step: int = 0  #: it goes on after this one, once that is known
+    lost: int = 0  #: steps that are done again
+
+
+class CheckpointRecord(Record, frozen=True):
+    """A committed checkpoint."""
+
+    step: int
+    epoch: int
+    committed_wall_s: float
+    states: tuple[WeightsRecord, ...]  #: by stage
 
 
 class PastRecord(Record, frozen=True):
@@ -188,6 +225,25 @@ class JobRecord(Record, frozen=True):
     next: MoveRecord | None = None  #: while the job moves
     resume: ResumeRecord | None = None  #: of the present plan; None: it began with the first step
     past: tuple[PastRecord, ...] = ()  #: the plans before, the first one first
+    owner_paused: bool = False  #: it waits for its owner
+    recovery: RecoveryRecord | None = None  #: until it runs again
+    troubles: tuple[TroubleRecord, ...] = ()  #: the last ones
+    limits: dict[NodeId, int] = {}  #: bytes that a node may be given by plans of this job, after it ran out of memory
+    checkpoints: tuple[CheckpointRecord, ...] = ()  #: the earliest step first
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether it would go on at once if there were a plan."""
+        if self.owner_paused:
+            return False
+        return self.state in (JobState.QUEUED, JobState.PAUSED) or (
+            self.state is JobState.RECOVERING and not self.stages
+        )
+
+    @property
+    def collects(self) -> bool:
+        """Whether it is broken and it is not decided yet from which step it goes on."""
+        return self.state is JobState.RECOVERING and bool(self.stages)
 
     @property
     def holds(self) -> bool:

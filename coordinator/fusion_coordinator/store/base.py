@@ -65,7 +65,10 @@ class Store(Protocol):
         ...
 
     def commit(self, events: Sequence[AnyEvent], answer: Answer | None = None) -> None:
-        """Keep events and the answer of the request that caused them, all or nothing."""
+        """Keep events and the answer of the request that caused them, all or nothing.
+
+        Reported steps that a job does again by one of the events (`redone_after`) are dropped with it.
+        """
         ...
 
     def answer(self, request: Request, now_wall_s: float) -> bytes | None:
@@ -78,6 +81,10 @@ class Store(Protocol):
 
     def blob(self, digest: str) -> BlobRecord | None:
         """Return what is known of a complete blob."""
+        ...
+
+    def blobs(self, before_wall_s: float) -> list[str]:
+        """Return the digests of all blobs that were stored before then."""
         ...
 
     def drop_blobs(self, digests: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fusion.base.ids import JobId
 from fusion_coordinator.state import AnyEvent, State, apply_all
-from fusion_coordinator.state.events import decode_event, encode_event
+from fusion_coordinator.state.events import decode_event, encode_event, redone_after
 from fusion_coordinator.store.base import Answer, BlobRecord, LogRow, Request, StepRow
 
 
@@ -30,6 +30,8 @@ class MemoryStore:
                 raise ValueError(f"{answer.request} was answered before")
             self._answers[answer.request] = answer
         self._events.extend(encode_event(event) for event in events)
+        for job, step in filter(None, map(redone_after, events)):
+            self._steps = {key: row for key, row in self._steps.items() if key[0] != job or key[1] <= step}
 
     def answer(self, request: Request, now_wall_s: float) -> bytes | None:
         found = self._answers.get(request)
@@ -44,6 +46,9 @@ class MemoryStore:
 
     def add_blob(self, blob: BlobRecord) -> None:
         self._blobs.setdefault(blob.digest, blob)
+
+    def blobs(self, before_wall_s: float) -> list[str]:
+        return [blob.digest for blob in self._blobs.values() if blob.stored_wall_s < before_wall_s]
 
     def drop_blobs(self, digests: Sequence[str]) -> None:
         for digest in digests:

@@ -16,7 +16,7 @@ from sqlalchemy.pool import StaticPool
 from fusion.base.errors import ConfigError, StateError
 from fusion.base.ids import JobId
 from fusion_coordinator.state import AnyEvent, State, apply_all
-from fusion_coordinator.state.events import decode_event, encode_event
+from fusion_coordinator.state.events import decode_event, encode_event, redone_after
 from fusion_coordinator.store.base import Answer, BlobRecord, LogRow, Request, StepRow
 from fusion_coordinator.store.schema import ANSWERS, BLOBS, EVENTS, LOGS, MIGRATIONS, SNAPSHOT, STEPS, Migration
 
@@ -97,6 +97,8 @@ class SqliteStore:
         with self._connection.begin():
             if events:
                 self._connection.execute(sa.insert(EVENTS), [{"body": encode_event(event)} for event in events])
+            for job, step in filter(None, map(redone_after, events)):
+                self._connection.execute(sa.delete(STEPS).where(STEPS.c.job == job, STEPS.c.step > step))
             if answer is not None:
                 row = {**_request_key(answer.request), "response": answer.response}
                 self._connection.execute(sa.insert(ANSWERS), row | {"expires_wall_s": answer.expires_wall_s})
@@ -123,6 +125,10 @@ class SqliteStore:
         row = (blob.digest, blob.size_bytes, blob.chunk_digests, blob.stored_wall_s)
         with self._connection.begin():
             self._connection.execute(insert(BLOBS).values(row).on_conflict_do_nothing())
+
+    def blobs(self, before_wall_s: float) -> list[str]:
+        rows = self._rows(sa.select(BLOBS.c.digest).where(BLOBS.c.stored_wall_s < before_wall_s))
+        return [str(row.digest) for row in rows]
 
     def drop_blobs(self, digests: Sequence[str]) -> None:
         if digests:
