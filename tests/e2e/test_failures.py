@@ -1,4 +1,4 @@
-"""Whatever process of a run is killed: within 40 s everybody knows, nothing hangs, and the nodes train the next job."""
+"""Whatever process of a run is killed: within 40 s the run goes on without it, or everybody knows why it does not."""
 
 from __future__ import annotations
 
@@ -77,6 +77,18 @@ def fails_everywhere(cluster: Cluster, run: fusion.Run, since_s: float) -> str:
     return status.reason
 
 
+def comes_back(run: fusion.Run, since_s: float) -> str:
+    """Wait until a job that broke runs again, within the deadline; return the line that told what had broken it."""
+
+    def back() -> bool:
+        status = run.status()
+        assert not status.state.ended, status
+        return status.state is fusion.JobState.RUNNING and status.plan is not None and status.plan.epoch > 1
+
+    eventually(back, f"{run} runs again", since_s + WITHIN_S - time.monotonic())
+    return next(line.text for line in run.logs(follow=False) if line.text.startswith(("recovers: ", "recovered ")))
+
+
 def ends_of_daemons(cluster: Cluster, *but: str) -> dict[str, int | None]:
     """Return the exit codes of all daemons; None for one that lives."""
     return {name: helper.process.poll() for name, helper in cluster.helpers.named.items() if name not in but}
@@ -86,7 +98,7 @@ def all_run(cluster: Cluster, *but: str) -> bool:
     return set(ends_of_daemons(cluster, *but).values()) == {None}
 
 
-def test_a_killed_worker_fails_the_job_and_the_same_nodes_train_the_next_one(cluster: Cluster) -> None:
+def test_a_job_whose_worker_is_killed_goes_on_and_the_same_nodes_train_the_next_one(cluster: Cluster) -> None:
     incarnations = cluster.command("fusion_coordinator.cli", "nodes", "--json")
     with cluster.running(gpt()) as run:
         names = [stage.node_name for stage in run.status().stages]
@@ -94,7 +106,8 @@ def test_a_killed_worker_fails_the_job_and_the_same_nodes_train_the_next_one(clu
         assert set(workers) == set(names)
         since_s = time.monotonic()
         workers[names[1]].kill()
-        reason = fails_everywhere(cluster, run, since_s)
+        reason = comes_back(run, since_s)
+        run.cancel("seen enough")
     assert f"node {names[1]} (stage 1)" in reason
     assert "worker killed by" in reason
     assert all_run(cluster)
@@ -112,25 +125,28 @@ def test_a_killed_worker_fails_the_job_and_the_same_nodes_train_the_next_one(clu
     assert after == before  # no daemon had to register anew for it
 
 
-def test_a_worker_killed_while_the_stages_connect_fails_the_job_too(cluster: Cluster) -> None:
+def test_a_job_whose_worker_is_killed_while_the_stages_connect_starts_again(cluster: Cluster) -> None:
     with cluster.submit(gpt()) as run:
         eventually(lambda: len(cluster.workers()) == 3, "the workers have started")
         names = [stage.node_name for stage in run.status().stages]
         since_s = time.monotonic()
         cluster.workers()[names[2]].kill()
-        reason = fails_everywhere(cluster, run, since_s)
+        reason = comes_back(run, since_s)
+        run.cancel("seen enough")
     assert f"node {names[2]} (stage 2)" in reason
     assert all_run(cluster)
 
 
-def test_a_killed_daemon_takes_its_worker_along_and_fails_the_job(cluster: Cluster) -> None:
+def test_a_killed_daemon_takes_its_worker_along_and_the_job_goes_on_without_it(cluster: Cluster) -> None:
     with cluster.running(gpt(stages=2)) as run:
         name = run.status().stages[1].node_name
         worker = cluster.workers()[name]
         since_s = time.monotonic()
         cluster.kill(name)
         eventually(lambda: not worker.is_running(), "the worker of the killed daemon has ended")
-        reason = fails_everywhere(cluster, run, since_s)
+        reason = comes_back(run, since_s)
+        assert name not in {stage.node_name for stage in run.status().stages}
+        run.cancel("seen enough")
     assert f"node {name} (stage 1)" in reason
     assert "lost" in reason
     assert all_run(cluster, name)
@@ -154,7 +170,7 @@ def follower(run: fusion.Run) -> Iterator[list[BaseException]]:
     assert not thread.is_alive(), "run.wait() hangs"
 
 
-def test_without_its_coordinator_the_run_ends_by_itself_and_the_daemons_come_back_to_the_next_one(
+def test_without_its_coordinator_the_workers_end_by_themselves_and_the_run_goes_on_with_the_next_one(
     cluster: Cluster,
 ) -> None:
     with cluster.running(gpt()) as run, follower(run) as ends:
@@ -175,12 +191,10 @@ def test_without_its_coordinator_the_run_ends_by_itself_and_the_daemons_come_bac
         assert all_run(cluster, "coordinator")
 
         cluster.helpers.again("coordinator")
-        eventually(lambda: set(cluster.node_states().values()) == {"idle"}, "the nodes are back")
-        with (
-            cluster.attach(run.job_id) as found,
-            pytest.raises(JobError, match=r"node node-\d \(stage \d\) was lost: it registered anew"),
-        ):
-            found.wait(timeout=WITHIN_S)
+        eventually(lambda: len(cluster.node_states()) == 3, "the nodes are back")
+        with cluster.attach(run.job_id) as found:
+            assert comes_back(found, time.monotonic()).startswith("recovers: node node-")
+            found.cancel("seen enough")
     assert all_run(cluster)
     assert all("registration lost: no answered heartbeat" in cluster.log(name) for name in names)
 
@@ -231,14 +245,14 @@ def test_a_job_outlives_its_client_until_it_is_cancelled(cluster: Cluster, tmp_p
     assert all_run(cluster)
 
 
-def test_a_node_that_is_told_to_end_leaves_with_0_and_the_job_names_it(cluster: Cluster) -> None:
+def test_a_node_that_is_told_to_end_leaves_with_0_and_the_job_goes_on_without_it(cluster: Cluster) -> None:
     with cluster.running(gpt(stages=2)) as run:
         name = run.status().stages[0].node_name
         since_s = time.monotonic()
         assert cluster.terminate(name) == 0
-        reason = fails_everywhere(cluster, run, since_s)
-    assert f"node {name} (stage 0)" in reason
-    assert "SIGTERM" in reason
+        assert f"node {name}" in comes_back(run, since_s)
+        assert name not in {stage.node_name for stage in run.status().stages}
+        run.cancel("seen enough")
     assert cluster.node_states()[name] == "left"
     assert all_run(cluster, name)
 
