@@ -365,7 +365,7 @@ class StageRunner:
         verdict = decide(sums, self._job.grad_clip)
         self._mind_divergence(step, verdict.apply)
         hold = self._hold_wanted and step < self._job.steps
-        keep = not hold and self._versions.wanted(step, safe)
+        keep = not hold and self._versions.wanted(step, safe) and not failpoints.reach("stage.keep", step=step)
         self._obey(step, VerdictPass(verdict.apply, verdict.factor, verdict.norm, hold, keep, safe), state)
 
     def _mind_divergence(self, step: int, finite: bool) -> None:

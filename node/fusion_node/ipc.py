@@ -20,7 +20,7 @@ from fusion.base.clock import SystemClock
 from fusion.base.errors import WireError
 
 StateName = Literal["starting", "ready", "running", "finished", "failed", "stopped", "held"]
-Cause = Literal["", "error", "peer-lost", "crash", "out-of-memory", "lease"]
+Cause = Literal["", "error", "peer-lost", "crash", "out-of-memory", "device", "lease"]
 Level = Literal["debug", "info", "warning", "error"]
 Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

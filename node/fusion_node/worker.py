@@ -7,6 +7,7 @@ when it is told to stop, when a peer is lost, or when its daemon is gone.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 import grpc
 import torch
 
-from fusion.base.errors import ConfigError, DataError, FusionError, StoppedError, UnreachableError
+from fusion.base.errors import ConfigError, DataError, FusionError, StoppedError, UnreachableError, WireError
 from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
 from fusion.graph.partition import Partition, partition, stage_cost
@@ -47,7 +48,7 @@ from fusion.transport.frames import DEFAULT_WINDOW_BYTES
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
 from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
-from fusion_node.ipc import StateName, StateUploaded, StepReport, WorkerChannel, WorkerConfig
+from fusion_node.ipc import Cause, StateName, StateUploaded, StepReport, WorkerChannel, WorkerConfig
 from fusion_node.linkmeter import LinkMeter
 from fusion_node.safekeeping import Safekeeping, partners
 from fusion_node.stagestate import HandedOn, foreign_parameters, load_stage, tensor_digest
@@ -58,6 +59,10 @@ CONNECT_TIMEOUT_S = 120.0
 MAX_GRAPH_BYTES = 256 * MIB
 DRAIN_PATIENCE_S = 60.0
 CLOSE_S = 4.0  #: for a version that is only in memory: less than the daemon waits before it ends the process
+#: What torch says of a device that is lost or in an error that stays: the same process can never use it again.
+DEVICE_ERROR = re.compile(
+    r"\b(CUDA|HIP|MPS|XPU|cuDNN|CUBLAS|NCCL)[ _]?(driver )?error\b|device-side assert", re.IGNORECASE
+)
 SAY_S = 10.0  #: between two reports of a state that may last
 
 
@@ -466,13 +471,16 @@ def main() -> None:
         channel.state("failed", str(error), cause="peer-lost", peer_stage=error.peer)
     except StoppedError as error:
         channel.state("stopped", str(error))
+    except WireError as error:  # bytes that are not what they were, most likely: not the job's fault
+        channel.state("failed", str(error), cause="crash")
     except FusionError as error:
         channel.state("failed", str(error), cause="error")
     except (MemoryError, torch.OutOfMemoryError) as error:
         channel.state("failed", f"out of memory: {error}", cause="out-of-memory")
     except Exception as error:  # noqa: BLE001 - the process ends here; the daemon must hear why
         traceback.print_exc()
-        channel.state("failed", f"{type(error).__name__}: {error}", cause="error")
+        cause: Cause = "device" if DEVICE_ERROR.search(str(error)) else "error"
+        channel.state("failed", f"{type(error).__name__}: {error}", cause=cause)
     channel.close()
     sys.stderr.flush()
 

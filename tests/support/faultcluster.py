@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import threading
 import time
@@ -76,6 +75,7 @@ class FaultCluster(Cluster):
         self.points = directory / "failpoints"
         self.set_failpoints("")
         common = {"FUSION_TEST": "1", "FUSION_HISTORY": str(self.history), "FUSION_FAILPOINTS": f"@{self.points}"}
+        common["FUSION_STATE_DIR"] = str(directory / "states")
         if settings:
             common["FUSION_SETTINGS"] = json.dumps(dict(settings))
         self.helpers = FaultHelpers(directory / "logs", common)
@@ -193,9 +193,8 @@ class FaultCluster(Cluster):
     def check_nothing_is_left(self) -> None:
         """V8: no worker, no half-written file, and daemons and coordinator as large as they were."""
         eventually(self._idle, "V8 all nodes are idle", 30.0)
-        places = [self.directory, *Path("/dev/shm").glob(f"fusion-{os.getuid()}-*")]
-        found = [path for place in places for path in place.rglob("*")]
-        left = [path for path in found if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
+        left = [path for path in self.directory.rglob("*") if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
+        left += [path for path in (self.directory / "states").rglob("*.safetensors")]
         assert not left, f"V8 left behind: {left}"
         for name, (fds, rss) in self._measure().items():
             before = self._sizes.get(name)
