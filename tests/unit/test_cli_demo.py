@@ -169,6 +169,13 @@ def test_the_relay_gets_the_links_and_uplinks_of_the_file(tmp_path: Path) -> Non
     assert wan.summary == "4 nodes at 3 sites, 3 links between them, 3 pairs cannot connect"
 
 
+def test_the_example_cluster_is_a_dozen_nodes_that_a_laptop_can_stand_for() -> None:
+    file = Path(__file__).parents[2] / "examples" / "cluster.toml"
+    made = parse_cluster(file.read_text(), "cluster.toml")
+    assert len(made.nodes) == 12
+    assert sum(node.flops for node in made.nodes) < 10e9
+
+
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
