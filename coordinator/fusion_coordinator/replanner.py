@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fusion.coordinator.replanner")
 
-STEPS_KEPT, STEPS_NEEDED = 8, 3
+STEPS_KEPT = 5
+STEPS_BETWEEN = 2  #: a look at the same steps again would find the same
 RESTART_S = 15.0  #: of a job's workers, until one was seen to start
 WEIGHT_BYTES = 4
 
@@ -44,6 +45,7 @@ class _Seen:
     restart_s: float
     compute_s: dict[int, deque[float]] = field(default_factory=dict)
     slowness: dict[NodeId, float] = field(default_factory=dict)  #: also of nodes of earlier epochs
+    new_steps: int = STEPS_BETWEEN  #: reported by stage 0 since the last look
 
 
 class Replanner:
@@ -70,6 +72,7 @@ class Replanner:
         seen = self._jobs.get(job.job)
         if seen is None or seen.epoch != job.epoch:
             seen = self._jobs[job.job] = self._begin(job, seen, now_s)
+        seen.new_steps += sum(part.stage == 0 for part in parts)
         for part in parts:
             if not _evaluates(seen.spec, part.step) and part.compute_s > 0:
                 seen.compute_s.setdefault(part.stage, deque(maxlen=STEPS_KEPT)).append(part.compute_s)
@@ -93,13 +96,14 @@ class Replanner:
             record = self._controller.state.jobs[job]
             if record.state.ended:
                 del self._jobs[job]
-            elif self._may_move(record, seen):
+            elif seen.new_steps >= STEPS_BETWEEN and self._may_move(record, seen):
+                seen.new_steps = 0
                 await self._look(record, seen)
 
     def _may_move(self, job: JobRecord, seen: _Seen) -> bool:
         moving = any(other.next is not None for other in self._controller.state.jobs.values())
         spec = seen.spec
-        measured = all(len(seen.compute_s.get(stage, ())) >= STEPS_NEEDED for stage in range(len(seen.plan.stages)))
+        measured = all(replanning.settled(seen.compute_s.get(stage, ())) for stage in range(len(seen.plan.stages)))
         free = spec.replan and spec.planner == "fusion" and not spec.cuts
         return free and measured and not moving and job.state is JobState.RUNNING and job.epoch == seen.epoch
 

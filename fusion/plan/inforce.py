@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
 from fusion.base.errors import PlanError
 from fusion.plan.codecs import NONE, link_codec
 from fusion.plan.cost import Arrangement, Evaluation, Problem
+from fusion.plan.finals import simulated_s
 from fusion.plan.network import network_of
 from fusion.plan.profile import profile_of
 from fusion.plan.types import Cluster, JobView, Plan
@@ -21,10 +23,13 @@ class InForce:
 
     evaluation: Evaluation
     micro_batches: int
+    simulated_s: float  #: inf where the model says that the memory does not suffice
 
     @property
     def step_s(self) -> float:
         """Time of a step, also where the model says that the memory does not suffice: the plan runs, so it does."""
+        if self.simulated_s < inf:
+            return self.simulated_s
         found = self.evaluation
         return float(found.fill_s + (self.micro_batches - 1) * found.period_s + found.tied_s)
 
@@ -38,7 +43,7 @@ class InForce:
 def in_force(plan: Plan, cluster: Cluster, workload: Workload, job: JobView) -> InForce:
     """Return what `plan` costs on `cluster`; PlanError if one of its nodes is not there any more."""
     problem, found = problem_of(plan, cluster, workload, job)
-    return InForce(problem.evaluate(found), plan.micro_batches)
+    return InForce(problem.evaluate(found), plan.micro_batches, simulated_s(problem, found))
 
 
 def problem_of(plan: Plan, cluster: Cluster, workload: Workload, job: JobView) -> tuple[Problem, Arrangement]:

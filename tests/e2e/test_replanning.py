@@ -1,4 +1,4 @@
-"""A link falls to a twentieth in the middle of a run: the job moves once, recovers, and its losses do not change."""
+"""A link falls to a tenth and a node slows to a third in the middle of a run: one move, and the same losses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from fusion.job.client import live_cluster
 from fusion.job.run import Run
 from fusion_node import daemon
 from fusion_node.hardware import Limits
+from fusion_node.localport import EmulateSpeed, ask
 from tests.support.coordinator import CoordinatorProcess
 from tests.support.node import free_port, until
 
@@ -27,9 +27,10 @@ pytestmark = pytest.mark.slow
 NAMES = ("a", "b", "c")
 MBIT = 125_000.0
 RATE, DELAY_S = 100 * MBIT, 0.005
-SLOW_RATE = 5 * MBIT
-FLOPS = 2e9  #: emulated
-STEPS, FALLS_AFTER = 36, 6
+SLOW_RATE = 10 * MBIT
+FLOPS, SLOW_FLOPS = 2e9, 2e9 / 3  #: emulated
+STEPS = 1000  #: so many that a move is worth its cost on the slowest machine; the test ends the run before
+FALLS_AFTER, STEPS_AFTER_MOVE = 6, 9
 #: A coordinator on the busy machine of the tests: quick to look for better plans, patient with heartbeats.
 SETTINGS = {
     "probes": True,
@@ -38,12 +39,12 @@ SETTINGS = {
     "self_fence_s": 20.0,
     "lease_s": 25.0,
     "sweep_s": 0.2,
-    "replan_s": 0.5,
+    "replan_s": 0.5,  # a look every second step is what counts
     "replan_hold_off_s": 2.0,
 }
 
 
-def make_job() -> fusion.Job:
+def make_job(steps: int = STEPS) -> fusion.Job:
     """Three nodes are clearly faster than two: every layer takes as long as its values take to travel."""
     torch.manual_seed(0)
     layers = [layer for _ in range(9) for layer in (nn.Linear(256, 256), nn.ReLU())]
@@ -53,7 +54,7 @@ def make_job() -> fusion.Job:
         {"input": x, "target": x},
         fusion.AdamW(1e-3),
         loss=_square_loss,
-        steps=STEPS,
+        steps=steps,
         batch_size=512,
         micro_batches=4,
         determinism="strict",
@@ -102,43 +103,55 @@ class Scene:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def slow_down(self, one: str, other: str) -> None:
+    async def slow_down(self, one: str, other: str) -> None:
+        """The link between two nodes, and the first of them."""
         for pair in ((one, other), (other, one)):
             self.relay._shapers[pair].rate = SLOW_RATE
+        await asyncio.to_thread(ask, self.directory / one, EmulateSpeed(SLOW_FLOPS))
+
+
+def epoch_of(run: Run) -> int:
+    plan = run.status().plan
+    return 0 if plan is None else plan.epoch
 
 
 async def train(scene: Scene, job: fusion.Job) -> tuple[list[fusion.StepMetrics], Run, list[str]]:
-    """Run the job, let its first link fall, and wait for its end; return its steps and the nodes of that link."""
+    """Run the job, let its first link and node slow down, and end it some time after it has moved.
+
+    Return its steps, and these two nodes.
+    """
     async with AsyncExitStack() as stack:
         await scene.start(stack)
         run = await asyncio.to_thread(job.submit, scene.coordinator.address, scene.coordinator.admin())
         await until(lambda: run.status().step >= FALLS_AFTER, scene.tasks[0], 90, 0.1)
         first = [stage.node_name for stage in run.status().stages[:2]]
-        scene.slow_down(*first)
-        await until(lambda: run.status().state.ended, scene.tasks[0], 200, 0.5)
+        await scene.slow_down(*first)
+        await until(lambda: epoch_of(run) > 1, scene.tasks[0], 120, 0.2)
+        done = run.status().step + STEPS_AFTER_MOVE
+        await until(lambda: run.status().step >= done, scene.tasks[0], 120, 0.2)
+        await asyncio.to_thread(run.cancel)
+        await until(lambda: run.status().state.ended, scene.tasks[0], 60, 0.2)
         return await asyncio.to_thread(lambda: list(run.metrics())), run, first
 
 
-def test_f13_a_job_moves_off_a_link_that_fell_once_and_its_losses_are_those_of_one_process(tmp_path: Path) -> None:
+def test_f13_a_job_moves_once_off_a_link_that_fell_and_a_node_that_slowed_and_its_losses_are_those_of_one_process(
+    tmp_path: Path,
+) -> None:
     with CoordinatorProcess(tmp_path / "coordinator", SETTINGS) as coordinator:
-        job = make_job()
-        steps, run, fallen = asyncio.run(train(Scene(coordinator, tmp_path), job))
+        steps, run, fallen = asyncio.run(train(Scene(coordinator, tmp_path), make_job()))
         status = run.status()
         plan = plan_as_json(status)
         lines = [line.text for line in run.logs()]
-    assert status.state is fusion.JobState.SUCCEEDED, status.reason
-    assert [step.step for step in steps] == list(range(1, STEPS + 1))
-    assert [step.loss for step in steps] == [step.loss for step in job.run_local().metrics]
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    reference = make_job(len(steps)).run_local().metrics
+    assert [step.loss for step in steps] == [step.loss for step in reference]
 
     assert plan is not None
     assert plan["epoch"] == 2  # one move, and no more
     (moved,) = [line for line in lines if line.startswith("moves at a step's end")]
     assert "per step by what was measured, another plan" in moved
     nodes = [stage["node"] for stage in plan["stages"]]
-    neighbours = list(pairwise(nodes))
-    assert (fallen[0], fallen[1]) not in neighbours
-    assert (fallen[1], fallen[0]) not in neighbours
-    before, after = median(step.step_s for step in steps[1:FALLS_AFTER]), median(step.step_s for step in steps[-6:])
-    worst = max(step.step_s for step in steps[FALLS_AFTER:-6])
-    assert after < worst / 2
-    assert after < 2 * before  # the product's promise is 1.25; this machine may have other work
+    assert tuple(fallen) not in pairwise(nodes)
+    assert tuple(fallen[::-1]) not in pairwise(nodes)
+    share = {stage["node"]: stage["end_operator"] - stage["first_operator"] for stage in plan["stages"]}
+    assert share.get(fallen[0], 0) < min(count for node, count in share.items() if node != fallen[0])

@@ -14,6 +14,7 @@ from fusion_coordinator.decide.replanning import (
     Offer,
     judge,
     move_cost_s,
+    settled,
     slowness,
     with_usual,
 )
@@ -68,6 +69,21 @@ def test_the_reason_of_a_move_states_the_figures():
     assert verdict.move
     assert "10 s per step by what was measured, another plan 5 s (2.00x), moving takes 30.0 s" in verdict.reason
     assert "saves 7 min 50 s" in verdict.reason  # 100 steps x 5 s - 30 s
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "expected"),
+    [
+        ([1.0, 1.0], False),  # too few
+        ([1.0, 1.1, 0.9], True),
+        ([1.0, 1.0, 1.0, 9.0, 1.0], True),  # one slow step is nothing
+        ([1.0, 1.0, 1.0, 3.0, 3.0], False),  # is it going to stay so?
+        ([1.0, 1.0, 3.0, 3.0, 3.0], True),
+        ([3.0, 3.0, 3.0, 1.0, 1.0], False),
+    ],
+)
+def test_while_a_nodes_speed_changes_nothing_is_decided_by_it(measured_s: list[float], expected: bool):
+    assert settled(measured_s) is expected
 
 
 def test_a_node_is_as_slow_as_it_was_measured_beside_what_its_stated_speed_says():

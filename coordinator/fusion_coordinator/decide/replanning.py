@@ -14,6 +14,8 @@ from fusion.base.ids import NodeId
 from fusion.base.units import format_duration
 
 OVERHEAD_S = 0.001  #: of a micro-batch on a stage, beside what the model counts; no node is judged by less
+STEPS_NEEDED = 3
+SETTLED = 1.25  #: the medians of the last few steps and of some more differ by no more than this factor
 SLOWEST, FASTEST = 1e4, 1e-3  #: measured over predicted: more and less are taken for a fault of the measurement
 
 
@@ -79,6 +81,17 @@ def judge(offer: Offer, memory: Memory, now_s: float, limits: Limits) -> tuple[V
     if memory.wins < limits.wins:
         return Verdict(False, f"{figures}: {memory.wins} of {limits.wins} looks in a row found so"), memory
     return Verdict(True, f"{figures}, and saves {format_duration(offer.saved_s)}"), replace(memory, wins=0)
+
+
+def settled(measured_s: Sequence[float]) -> bool:
+    """Whether a stage's latest steps are enough to tell how long it computes: they agree with those before.
+
+    While a node's speed changes they do not, and a plan for half of the change would soon have to be replaced.
+    """
+    if len(measured_s) < STEPS_NEEDED:
+        return False
+    usual, latest = median(measured_s), median(list(measured_s)[-STEPS_NEEDED:])
+    return usual / SETTLED <= latest <= usual * SETTLED
 
 
 def slowness(
