@@ -129,9 +129,10 @@ async def train(scene: Scene, job: fusion.Job) -> tuple[list[fusion.StepMetrics]
         await until(lambda: epoch_of(run) > 1, scene.tasks[0], 120, 0.2)
         done = run.status().step + STEPS_AFTER_MOVE
         await until(lambda: run.status().step >= done, scene.tasks[0], 120, 0.2)
+        steps = await asyncio.to_thread(lambda: list(run.metrics(follow=False)))
         await asyncio.to_thread(run.cancel)
         await until(lambda: run.status().state.ended, scene.tasks[0], 60, 0.2)
-        return await asyncio.to_thread(lambda: list(run.metrics())), run, first
+        return steps, run, first
 
 
 def test_f13_a_job_moves_once_off_a_link_that_fell_and_a_node_that_slowed_and_its_losses_are_those_of_one_process(
