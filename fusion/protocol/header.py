@@ -89,7 +89,14 @@ def layout_from_proto(message: peer_pb2.Layout) -> TensorLayout:
 
 
 def header_to_proto(
-    session: Session, header: MessageHeader, *, message: int, sequence: int, payload_bytes: int, urgent: bool
+    session: Session,
+    header: MessageHeader,
+    *,
+    message: int,
+    sequence: int,
+    payload_bytes: int,
+    urgent: bool,
+    background: bool = False,
 ) -> peer_pb2.Header:
     """Return `header` as protobuf, with the identity of the session and the numbers of this sending."""
     return peer_pb2.Header(
@@ -108,6 +115,7 @@ def header_to_proto(
         codec=header.codec,
         layout=None if header.layout is None else layout_to_proto(header.layout),
         urgent=urgent,
+        background=background,
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from fusion.base.errors import WireError
 from fusion.base.ids import StageIndex
@@ -16,10 +18,10 @@ from fusion.observe import history
 from fusion.protocol.header import describe, elements, header_from_proto, span_bytes
 from fusion.protocol.messages import MessageHeader, MessageKind, Session
 from fusion.transport.base import Incoming
-from fusion.transport.frames import FREE_BYTES, MAX_CHUNK_BYTES
+from fusion.transport.frames import FREE_BYTES, MAX_CHUNK_BYTES, Chunk, Standing
 from fusion.wire.v1 import peer_pb2
 
-__all__ = ["Assembler", "CreditError", "Limit", "ReceiveCounters"]
+__all__ = ["Assembler", "CreditError", "Limit", "ReceiveCounters", "SupersededError"]
 
 Limit = Callable[[MessageHeader], int]  #: most bytes of payload and of tensor memory; may raise WireError itself
 
@@ -27,11 +29,17 @@ _WITHOUT_STEP = (MessageKind.REPLICA, MessageKind.REPLICA_ACK)  #: their numbers
 _STEPS_REMEMBERED = 4  #: stages are at most one step apart; older messages cannot be meant
 _MAX_MESSAGES_PER_STEP = 2**20
 _TIMED_BYTES, _RECORD_BYTES = 64 * KIB, 16 * KIB  #: a header shares its TLS record with the payload's beginning
+_MAX_OPEN = 64  #: messages under way at once: one of each class, and a few on stripes
+_HUGE_BYTES = 4 * MIB  #: buffers from that size on ask for huge pages
 _MAX_FREE_OUTSTANDING = 1024  #: urgent messages without credit that may be held at once
 
 
 class CreditError(WireError):
     """A peer that sends more than it has credit for."""
+
+
+class SupersededError(WireError):
+    """A stream whose place another one has taken."""
 
 
 @dataclass(slots=True)
@@ -45,18 +53,24 @@ class ReceiveCounters:
     busy_s: float = 0.0  #: from each such message's header to its last byte
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
-    """A message of which chunks are still to come."""
+    """A message of which chunks are still to come, or that waits for an earlier one of its class."""
 
     number: int
     about: str
     header: MessageHeader
     payload: memoryview
     urgent: bool
+    background: bool
     cost: int  #: bytes of credit
     began_s: float
-    filled: int = 0
+    filled: int = 0  #: bytes that are here without a gap
+    ahead: dict[int, int] = field(default_factory=dict)  #: beyond the first gap: end by beginning
+
+    @property
+    def whole(self) -> bool:
+        return self.filled == len(self.payload)
 
 
 def _buffer(size: int) -> memoryview:
@@ -64,24 +78,40 @@ def _buffer(size: int) -> memoryview:
 
     A bytearray would be zeroed first: seconds for a few gigabytes, in which no other Python thread runs.
     """
-    return memoryview(bytearray(size) if size < MIB else mmap.mmap(-1, size))
+    if size < MIB:
+        return memoryview(bytearray(size))
+    buffer = mmap.mmap(-1, size)
+    if size >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(buffer)
 
 
 class Assembler:
-    """The receiving end of one directed link. One thread feeds it; `release` of its messages may come from any.
+    """The receiving end of one directed link. `release` of its messages may be called from any thread.
 
-    `returned(n)` is called, outside of locks, when n bytes of credit are to go back to the sender.
+    The streams that carry the link feed it, each with the number that `attach` gave to their generation; what a
+    stream of an earlier generation brings is refused with SupersededError. Messages of one class come out in the order
+    in which they were announced. `returned(n)` is called, outside of locks, when n bytes of credit are to go back to
+    the sender.
     """
 
     def __init__(self, session: Session, window_bytes: int, limit: Limit, returned: Callable[[int], None]) -> None:
         self.counters = ReceiveCounters()
         self._session, self._window_bytes, self._limit, self._returned = session, window_bytes, limit, returned
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the credit
         self._outstanding = 0  # bytes under credit that were announced and not released
         self._free_outstanding = 0  # messages without credit that were not released
-        self._open: dict[bool, _Open] = {}  # by urgency: at most one message of each class is under way
+        self._credited = 0  # bytes released since the beginning
+        self._feeding = threading.Condition()  # one stream at a time
+        self._generation = 0
+        self.striped = False  #: several streams carry the link
+        self._open: dict[int, _Open] = {}  # by number
+        self._order: dict[tuple[bool, bool], deque[_Open]] = {}  # by class
         self._number = 0
         self._sequence = 0
+        self._bytes = 0  # of payload, since the present streams began
+        self._whole: list[int] = []  # not acknowledged yet
         self._seen: dict[int, set[tuple[int, int, int]]] = {}  # by step
         self._oldest_step = 0
 
@@ -96,57 +126,139 @@ class Assembler:
         with self._lock:
             return self._outstanding
 
-    def header(self, message: peer_pb2.Header) -> Incoming | None:
-        """Take the announcement of a message; returns the message if it has no payload.
+    @property
+    def credited_bytes(self) -> int:
+        """Payload bytes under credit that have been released since the beginning."""
+        with self._lock:
+            return self._credited
 
-        WireError (CreditError, or StateError for another epoch) if it must not be; nothing is allocated then.
+    def attach(self) -> tuple[int, Standing]:
+        """Begin a new generation of streams; returns its number, and where its messages have to go on."""
+        with self._feeding:
+            self._generation += 1
+            self.striped = False
+            self._feeding.notify_all()
+            for opened in self._open.values():
+                opened.ahead.clear()
+            self._bytes, self._whole = 0, []
+            partial = {number: opened.filled for number, opened in self._open.items() if not opened.whole}
+            return self._generation, Standing(self._number + 1, partial, self.credited_bytes)
+
+    def acknowledgement(self) -> tuple[int, list[int]]:
+        """Return the bytes that have come since the present streams began, and the messages that have become whole."""
+        with self._feeding:
+            whole, self._whole = self._whole, []
+            return self._bytes, whole
+
+    def await_message(self, number: int, generation: int, timeout_s: float) -> None:
+        """Return once message `number` has been announced; for stripes, which may be faster than the headers."""
+        with self._feeding:
+            if not self._feeding.wait_for(lambda: self._number >= number or self._stale(generation), timeout_s):
+                raise WireError(f"chunk of message {number}, which was not announced within {timeout_s:.0f} s")
+
+    def _stale(self, generation: int | None) -> bool:
+        return generation is not None and generation != self._generation
+
+    def _check_generation(self, generation: int | None) -> None:
+        if self._stale(generation):
+            raise SupersededError("a newer stream has taken over")
+
+    def header(
+        self, message: peer_pb2.Header, generation: int | None = None, deliver: Callable[[Incoming], None] | None = None
+    ) -> list[Incoming]:
+        """Take the announcement of a message; returns the messages that are whole by that.
+
+        With `deliver` they are given to it instead, in order, before another stream's go on. WireError (CreditError, or
+        StateError for another epoch) if it must not be; nothing is allocated then.
         """
-        header = header_from_proto(message, self._session)
-        about = describe(header.kind, header.step, header.micro_batch, header.edge)
-        size = message.payload_bytes
-        self._check_numbers(message, about)
-        self._check_size(header, size, about)
-        cost = 0 if message.urgent and size <= FREE_BYTES else size
-        self._charge(cost, size, about)
-        self._remember(header, about)
-        opened = _Open(message.message, about, header, _buffer(size), message.urgent, cost, time.monotonic())
-        if size == 0:
-            return self._arrived(opened)
-        self._open[message.urgent] = opened
-        return None
-
-    def chunk(self, message: peer_pb2.Chunk) -> Incoming | None:
-        """Take a part of a payload; returns the message when it is whole. WireError on a gap, overlap or surplus."""
-        opened = next((each for each in self._open.values() if each.number == message.message), None)
-        if opened is None:
-            raise WireError(f"chunk of message {message.message}, which is not under way")
-        size = len(message.data)
-        if not 0 < size <= MAX_CHUNK_BYTES:
-            raise WireError(f"{opened.about}: chunk of {size} bytes; allowed: 1..{MAX_CHUNK_BYTES}")
-        if message.offset != opened.filled or opened.filled + size > len(opened.payload):
-            raise WireError(
-                f"{opened.about}: chunk of {size} bytes at offset {message.offset}, "
-                f"but {opened.filled} of {len(opened.payload)} have arrived"
+        with self._feeding:
+            self._check_generation(generation)
+            header = header_from_proto(message, self._session)
+            about = describe(header.kind, header.step, header.micro_batch, header.edge)
+            size = message.payload_bytes
+            self._check_numbers(message, about)
+            self._check_size(header, size, about)
+            cost = 0 if message.urgent and size <= FREE_BYTES else size
+            self._charge(cost, size, about)
+            self._remember(header, about)
+            now_s = time.monotonic()
+            opened = _Open(
+                message.message, about, header, _buffer(size), message.urgent, message.background, cost, now_s
             )
-        opened.payload[opened.filled : opened.filled + size] = message.data
-        opened.filled += size
-        if opened.filled < len(opened.payload):
-            return None
-        del self._open[opened.urgent]
-        return self._arrived(opened)
+            self._number, self._sequence = message.message, message.sequence
+            self._open[opened.number] = opened
+            self._order.setdefault((opened.urgent, opened.background), deque()).append(opened)
+            self._feeding.notify_all()
+            return self._given(opened, deliver) if size == 0 else []
+
+    def chunk(
+        self,
+        message: Chunk | peer_pb2.Chunk,
+        generation: int | None = None,
+        deliver: Callable[[Incoming], None] | None = None,
+        *,
+        gaps: bool = False,
+    ) -> list[Incoming]:
+        """Take a part of a payload; returns the messages that are whole by that, see `header`.
+
+        WireError on an overlap or a surplus, and on a gap unless `gaps` says that several streams carry the link.
+        """
+        with self._feeding:
+            self._check_generation(generation)
+            opened = self._open.get(message.message)
+            if opened is None or opened.whole:
+                raise WireError(f"chunk of message {message.message}, which is not under way")
+            size, offset = len(message.data), message.offset
+            if not 0 < size <= MAX_CHUNK_BYTES:
+                raise WireError(f"{opened.about}: chunk of {size} bytes; allowed: 1..{MAX_CHUNK_BYTES}")
+            fits = offset == opened.filled or (gaps and _free(opened, offset, offset + size))
+            if not fits or offset + size > len(opened.payload):
+                raise WireError(
+                    f"{opened.about}: chunk of {size} bytes at offset {offset}, "
+                    f"but {opened.filled} of {len(opened.payload)} have arrived"
+                )
+            opened.payload[offset : offset + size] = message.data
+            self._bytes += size
+            if offset == opened.filled:
+                opened.filled += size
+                while (end := opened.ahead.pop(opened.filled, None)) is not None:
+                    opened.filled = end
+            else:
+                opened.ahead[offset] = offset + size
+            return self._given(opened, deliver) if opened.whole else []
 
     def drop(self) -> None:
         """Free the buffers of messages that will never be whole."""
-        self._open.clear()
+        with self._feeding:
+            self._open.clear()
+            self._order.clear()
+
+    def _given(self, opened: _Open, deliver: Callable[[Incoming], None] | None) -> list[Incoming]:
+        """Return what can leave now that a message is whole: it, and later ones of its class that waited for it."""
+        self._whole.append(opened.number)
+        queue = self._order[opened.urgent, opened.background]
+        arrived = []
+        while queue and queue[0].whole:
+            first = queue.popleft()
+            del self._open[first.number]
+            arrived.append(self._arrived(first))
+        if deliver is None:
+            return arrived
+        for message in arrived:
+            deliver(message)
+        return []
 
     def _check_numbers(self, message: peer_pb2.Header, about: str) -> None:
         if message.message != self._number + 1:
             raise WireError(f"{about}: message number {message.message} follows {self._number}")
         if message.sequence <= self._sequence:
             raise WireError(f"{about}: sequence {message.sequence} follows {self._sequence}")
-        if message.urgent in self._open:
-            raise WireError(f"{about}: begins before {self._open[message.urgent].about} has ended")
-        self._number, self._sequence = message.message, message.sequence
+        if not self.striped:
+            for opened in self._order.get((message.urgent, message.background), ()):
+                if not opened.whole:
+                    raise WireError(f"{about}: begins before {opened.about} has ended")
+        if len(self._open) >= _MAX_OPEN:
+            raise WireError(f"{about}: begins while {_MAX_OPEN} others have not ended")
 
     def _check_size(self, header: MessageHeader, size: int, about: str) -> None:
         try:
@@ -227,7 +339,15 @@ class Assembler:
                     self._free_outstanding -= 1
                 else:
                     self._outstanding -= cost
+                    self._credited += cost
             if cost:
                 self._returned(cost)
 
         return release
+
+
+def _free(opened: _Open, begin: int, end: int) -> bool:
+    """Whether nothing between these offsets has arrived."""
+    if begin < opened.filled:
+        return False
+    return all(end <= start or begin >= stop for start, stop in opened.ahead.items())

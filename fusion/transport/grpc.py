@@ -20,10 +20,11 @@ from fusion.security.tls import Caller, node_server_name, server_credentials
 from fusion.transport.assembler import Assembler, Limit, ReceiveCounters
 from fusion.transport.base import Incoming, Outgoing, Receiver
 from fusion.transport.channels import DATA_PLANE_CLIENT_OPTIONS, DATA_PLANE_SERVER_OPTIONS, Option, open_channel
-from fusion.transport.dialling import OutgoingStream
+from fusion.transport.dialling import RETURN_S, OutgoingStream, Route
 from fusion.transport.frames import DEFAULT_WINDOW_BYTES, check_hello, frame, hello
 from fusion.transport.outbox import Outbox, SendCounters
-from fusion.transport.streams import IncomingStream, handlers
+from fusion.transport.streams import Admission, IncomingStream, handlers
+from fusion.transport.striping import MAX_STREAMS
 from fusion.wire.v1 import peer_pb2
 
 __all__ = ["GrpcTransport", "PeerInfo"]
@@ -31,6 +32,7 @@ __all__ = ["GrpcTransport", "PeerInfo"]
 _DRAIN_S = 5.0
 _DRAIN_LOOK_S = 0.02
 _BETTER_WORDS_S = 0.5
+_LATER_S = 3.0  #: the dialling side may notice so much later that its stream broke
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,20 @@ class _Peer:
     incoming: IncomingStream | None = None
     outgoing_open: bool = False
     incoming_open: bool = False
+    generation: int = 0  #: of the streams from it
+    waiting: threading.Timer | None = None  #: until it must have dialled again
     ended: str = ""  #: "", "was lost" or "has left"
     reason: str = ""  #: of the end
     failure: FusionError | None = None  #: why it cannot be reached, while starting
 
     def __str__(self) -> str:
         return self.label
+
+    def assembler_progress(self) -> None:
+        """Let the stream with the headers acknowledge what has come."""
+        stream = self.incoming
+        if stream is not None:
+            stream.give_credit()
 
 
 class _ThreadPerStream(futures.Executor):
@@ -129,13 +139,13 @@ class GrpcTransport:
         back = Session(self.job, self.epoch, number, self.stage, info.incarnation, self._incarnation)
         label = f"stage {number} ({info.name} at {info.address})"
 
-        def returned(count_bytes: int) -> None:
+        def returned(_count_bytes: int) -> None:
             stream = peer.incoming
             if stream is not None:
-                stream.give_credit(count_bytes)
+                stream.give_credit()
 
         outbox = Outbox(out, self._next_sequence)
-        outgoing = OutgoingStream(self, label, out, outbox, lambda: self._open_channel(info))
+        outgoing = OutgoingStream(self, label, out, outbox, lambda: self._route(info))
         assembler = Assembler(back, self.window_bytes, limit, returned)
         peer = _Peer(number, label, info, outbox, outgoing, back, assembler)
         return peer
@@ -154,7 +164,7 @@ class GrpcTransport:
                 handlers=[handlers(self._answer)],
                 interceptors=self._interceptors,
                 options=self._server_options,
-                maximum_concurrent_rpcs=2 * len(self._peers) + 8,
+                maximum_concurrent_rpcs=(MAX_STREAMS + 2) * len(self._peers) + 8,
             )
             try:
                 self._port = server.add_secure_port(self._listen, self._server_tls)
@@ -259,6 +269,9 @@ class GrpcTransport:
             peer.outgoing.stop()
         for peer in peers:
             peer.outgoing.join(5.0)
+        for peer in peers:
+            if peer.waiting is not None:
+                peer.waiting.cancel()
         self._stop_server(max(0.5, end_s - time.monotonic()))
         for peer in peers:
             if peer.incoming is not None:
@@ -282,6 +295,8 @@ class GrpcTransport:
             tell = first and self._started and not self._closing
             self._changed.notify_all()
         peer.outbox.abort()
+        if peer.waiting is not None:
+            peer.waiting.cancel()
         return tell
 
     def _lose(self, peer: _Peer, reason: str) -> None:
@@ -290,6 +305,7 @@ class GrpcTransport:
         peer.outgoing.stop()
         if peer.incoming is not None:
             peer.incoming.end(grpc.StatusCode.ABORTED, reason)
+        peer.assembler.drop()
         if tell and self._receiver is not None:
             self._receiver.on_lost(peer.stage, reason)
 
@@ -298,8 +314,8 @@ class GrpcTransport:
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         return IncomingStream(self, requests, context).responses()
 
-    def admit(self, stream: IncomingStream, greeting: peer_pb2.Hello, who: Caller) -> tuple[Assembler, bytes]:
-        """Take a peer's stream as the one of its link; the errors are what the peer is told."""
+    def admit(self, stream: IncomingStream, greeting: peer_pb2.Hello, who: Caller) -> Admission:
+        """Take a peer's stream as one of its link; the errors are what the peer is told."""
         cluster = self._credentials.cluster
         if who.cluster != cluster or who.role is not Role.NODE:
             raise AuthError(f"only nodes of cluster {cluster} exchange tensors, you are {who.role} of {who.cluster}")
@@ -313,22 +329,34 @@ class GrpcTransport:
             raise StateError(f"stage {source} exchanges nothing with stage {self.stage} in epoch {self.epoch}")
         if who.identity != peer.info.node:
             raise AuthError(f"stage {source} is node {peer.info.node} by the plan, you are {who.identity}")
-        self._adopt(peer, stream)
-        return peer.assembler, frame(hello=hello(peer.incoming_session, answer=True, window_bytes=self.window_bytes))
-
-    def _adopt(self, peer: _Peer, stream: IncomingStream) -> None:
         with self._changed:
             if self._closing:
                 raise UnreachableError(f"stage {self.stage} is closing")
             if peer.ended:
                 raise StateError(f"stage {peer.stage} {peer.ended} before: {peer.reason}")
-            old = peer.incoming
-            if old is not None and (self._started or not old.untouched):
-                raise StateError(f"stage {peer.stage} has a stream to stage {self.stage} already")
-            peer.incoming, peer.incoming_open = stream, True
-            self._changed.notify_all()
-        if old is not None:  # its first attempt was cut before it heard our answer
+            return self._add_stripe(peer) if greeting.stripe else self._adopt(peer, stream)
+
+    def _adopt(self, peer: _Peer, stream: IncomingStream) -> Admission:
+        """Let a stream carry the link from now on, in the place of one that broke or was cut before it was answered."""
+        old, peer.incoming, peer.incoming_open = peer.incoming, stream, True
+        if peer.waiting is not None:
+            peer.waiting.cancel()
+            peer.waiting = None
+        generation, standing = peer.assembler.attach()
+        peer.generation = generation
+        if old is not None:
             old.end(grpc.StatusCode.ABORTED, "replaced by a newer stream")
+        self._changed.notify_all()
+        session = peer.incoming_session
+        answer = frame(hello=hello(session, answer=True, window_bytes=self.window_bytes, standing=standing))
+        return Admission(peer.assembler, answer, generation, standing.credited_bytes)
+
+    def _add_stripe(self, peer: _Peer) -> Admission:
+        if peer.incoming is None:
+            raise UnreachableError(f"stage {peer.stage} has no stream to stage {self.stage} that this one could join")
+        peer.assembler.striped = True
+        answer = frame(hello=hello(peer.incoming_session, answer=True, window_bytes=self.window_bytes))
+        return Admission(peer.assembler, answer, peer.generation, 0)
 
     def receive(self, message: Incoming) -> None:
         """Hand a whole message to the worker."""
@@ -339,29 +367,43 @@ class GrpcTransport:
         """The peer has said goodbye: what is meant for it is dropped, and its streams' end is no loss."""
         self._end(self._peers[stage], "has left", reason)
 
-    def broken(self, stream: IncomingStream, stage: StageIndex, reason: str) -> None:
-        """A stream that had been admitted has ended without a goodbye."""
+    def progressed(self, stage: StageIndex) -> None:
+        """A stripe has brought something, which the stream with the headers acknowledges."""
+        self._peers[stage].assembler_progress()
+
+    def broken(self, stream: IncomingStream, stage: StageIndex, reason: str, *, final: bool) -> None:
+        """A stream that had been admitted has ended without a goodbye.
+
+        Unless that is final, the peer may dial again for a while; whether it lives our own stream to it may tell first.
+        """
         peer = self._peers[stage]
+        words = f"{peer}: {reason}"
+        if final:
+            with self._changed:
+                if not stream.ended_here:  # our own stream to the peer ends too, and its status may tell why
+                    self._changed.wait_for(lambda: peer.ended or self._closing, _BETTER_WORDS_S)
+            if not self._closing:
+                self._lose(peer, words)
+            return
         with self._changed:
-            if not stream.ended_here:  # our own stream to the peer ends too, and its status may tell why
-                self._changed.wait_for(lambda: peer.ended or self._closing, _BETTER_WORDS_S)
             if peer.incoming is not stream or peer.ended or self._closing:
                 return  # while we close, peers that heard our goodbye end their streams
-            again = stream.untouched and not self._started
-            if again:  # the peer may try again
-                peer.incoming, peer.incoming_open = None, False
-        if not again:
-            self._lose(peer, f"{peer}: {reason}")
+            peer.incoming, peer.incoming_open = None, False
+            if self._started:
+                peer.waiting = threading.Timer(RETURN_S + _LATER_S, lambda: self._not_returned(peer, words))
+                peer.waiting.daemon = True
+                peer.waiting.start()
+
+    def _not_returned(self, peer: _Peer, words: str) -> None:
+        if peer.incoming is None and not self._closing:
+            self._lose(peer, f"{words}, and it did not connect again within {RETURN_S + _LATER_S:.0f} s")
 
     # --- our streams to peers ----------------------------------------------------------------------------------
 
-    def _open_channel(self, info: PeerInfo) -> grpc.Channel:
-        return open_channel(
-            self._routes.get(info.address, info.address),
-            self._credentials,
-            node_server_name(self._credentials.cluster, info.node),
-            self._client_options,
-        )
+    def _route(self, info: PeerInfo) -> Route:
+        address = self._routes.get(info.address, info.address)
+        name = node_server_name(self._credentials.cluster, info.node)
+        return Route(address, lambda: open_channel(address, self._credentials, name, self._client_options))
 
     def opened(self, stage: StageIndex) -> None:
         """Our stream to a peer stands."""

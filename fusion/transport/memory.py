@@ -16,7 +16,7 @@ from fusion.base.ids import Epoch, Incarnation, JobId, StageIndex
 from fusion.protocol.messages import Session
 from fusion.transport.assembler import Assembler, Limit, ReceiveCounters
 from fusion.transport.base import Incoming, Outgoing, Receiver
-from fusion.transport.frames import DEFAULT_WINDOW_BYTES, parse_frame
+from fusion.transport.frames import DEFAULT_WINDOW_BYTES, chunk_of, parse_frame
 from fusion.transport.outbox import Outbox, SendCounters
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
@@ -54,6 +54,10 @@ class MemoryNetwork:
         """Return the transport of one stage."""
         return self._transports[stage]
 
+    def interrupt(self, source: StageIndex, target: StageIndex) -> None:
+        """Break the stream from one stage to another, wherever it is; a new one goes on in its place."""
+        self._transports[source].outgoing[target].interrupt()
+
     def kill(self, stage: StageIndex) -> None:
         """Let a stage vanish as a killed process does: its peers lose it, and it learns nothing."""
         victim = self._transports[stage]
@@ -69,29 +73,60 @@ class _Link:
         session = Session(_JOB, _EPOCH, source.stage, target.stage, _INCARNATION, _INCARNATION)
         self.source, self.target, self.window_bytes = source, target, window_bytes
         self.outbox = Outbox(session, source.next_sequence)
-        self.assembler = Assembler(session, window_bytes, limit, self.outbox.credit)
+        self.assembler = Assembler(session, window_bytes, limit, lambda _count: self._return_credit())
+        self._credit_lock = threading.Lock()
+        self._told_bytes = 0  # credit
+        self._interrupted = False
         name = f"fusion-link-{source.stage}-{target.stage}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    def interrupt(self) -> None:
+        """Lose what is on its way, as a connection that is reset does."""
+        self._interrupted = True
+        self.outbox.suspend()
+
+    def _return_credit(self) -> None:
+        with self._credit_lock:
+            count = self.assembler.credited_bytes - self._told_bytes
+            if count > 0:
+                self._told_bytes += count
+                self.outbox.credit(count)
+
     def _run(self) -> None:
         try:
-            for data in self.outbox.frames():
-                self.assembler.counters.wire_bytes += len(data)
-                self._deliver(data)
+            while self._stream():
+                pass
         except Exception as error:  # noqa: BLE001 - the end of a link's thread: both ends learn what ended it
             words = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
             self.source.lose(self.target.stage, f"link to stage {self.target.stage} ended: {words}")
             self.target.lose(self.source.stage, f"link from stage {self.source.stage} ended: {words}")
 
-    def _deliver(self, data: bytes) -> None:
-        message = parse_frame(data)
-        body = message.WhichOneof("body")
-        if body == "goodbye":
-            self.target.depart(self.source.stage)
-            return
-        arrived = self.assembler.header(message.header) if body == "header" else self.assembler.chunk(message.chunk)
-        if arrived is not None:
-            self.target.receive(arrived)
+    def _stream(self) -> bool:
+        """Carry frames until the stream ends; whether another one is to go on."""
+        with self._credit_lock:
+            generation, standing = self.assembler.attach()
+            self._told_bytes = standing.credited_bytes
+            frames = self.outbox.frames(self.outbox.open(self.window_bytes, standing))
+        for data in frames:
+            if self._interrupted:
+                self._interrupted = False
+                return True
+            self.assembler.counters.wire_bytes += len(data)
+            self._deliver(data, generation)
+        again, self._interrupted = self._interrupted, False
+        return again
+
+    def _deliver(self, data: bytes, generation: int) -> None:
+        chunk = chunk_of(data)
+        if chunk is not None:
+            self.assembler.chunk(chunk, generation, self.target.receive)
+        else:
+            message = parse_frame(data)
+            if message.WhichOneof("body") == "goodbye":
+                self.target.depart(self.source.stage)
+                return
+            self.assembler.header(message.header, generation, self.target.receive)
+        self.outbox.acknowledge(*self.assembler.acknowledgement())
 
 
 class MemoryTransport:
@@ -128,7 +163,6 @@ class MemoryTransport:
                 raise UnreachableError(f"stage {absent[0]} is not there after {connect_timeout_s:g} s")
             raise StateError(f"stage {self.stage} was closed while it was connecting")
         for link in self.outgoing.values():
-            link.outbox.open(link.window_bytes)
             link.thread.start()
 
     def _missing(self) -> list[StageIndex]:

@@ -1,18 +1,24 @@
-"""What waits to be sent to one peer: three classes of urgency, credits in bytes, and the frames in their order."""
+"""What waits to be sent to one peer: three classes of urgency, credits in bytes, and the frames in their order.
+
+A message is kept until the receiver has acknowledged it. When the stream breaks, the frames of the next one go on where
+the receiver says that it stands: no message is lost, and none is sent twice.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fusion.base.errors import WireError
 from fusion.protocol.header import header_to_proto
 from fusion.protocol.messages import MessageHeader, Session
 from fusion.transport.base import Outgoing
-from fusion.transport.frames import CHUNK_BYTES, FREE_BYTES, chunk_frame, frame
+from fusion.transport.frames import CHUNK_BYTES, FREE_BYTES, Standing, chunk_frame, frame
+from fusion.transport.goodput import Goodput
+from fusion.transport.striping import StreamCount
 
 __all__ = ["Outbox", "SendCounters"]
 
@@ -28,16 +34,18 @@ class SendCounters:
     blocked_s: float = 0.0  #: a message waited for credit and nothing else could go
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Prepared:
-    """The message of a lane whose turn has come."""
+    """A message that is ready to go, or has gone and is not acknowledged."""
 
     outgoing: Outgoing
     header: MessageHeader
     payload: memoryview
-    number: int = 0  #: on this stream, once it has started
-    offset: int = 0
+    lane: _Lane
+    number: int = 0  #: on the wire, once it has been announced
+    offset: int = 0  #: of the next chunk
     wire_bytes: int = 0
+    counted: bool = False  #: it has left whole once
 
     @property
     def cost(self) -> int:
@@ -46,40 +54,77 @@ class _Prepared:
         return 0 if free else len(self.payload)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lane:
     queue: deque[Outgoing] = field(default_factory=deque)
-    current: _Prepared | None = None
+    ready: deque[_Prepared] = field(default_factory=deque)  #: the first one is under way or about to be
+
+    @property
+    def current(self) -> _Prepared | None:
+        return self.ready[0] if self.ready else None
+
+    @property
+    def hungry(self) -> bool:
+        """Whether the next message may be prepared: while the one before is under way, not while it waits."""
+        return bool(self.queue) and (not self.ready or (len(self.ready) == 1 and self.ready[0].number > 0))
+
+    def __bool__(self) -> bool:
+        return bool(self.queue or self.ready)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one frame carries: a message's announcement, or a part of it."""
+
+    message: _Prepared
+    part: memoryview | None
+    offset: int
+    last: bool
 
 
 class Outbox:
-    """Queue and sender of one directed link. `frames` runs on the link's own thread; all else may be called anywhere.
+    """Queue and sender of one directed link. `frames` runs on a stream's own thread; all else may be called anywhere.
 
-    Urgent messages go first, also between two chunks of a bulk message. Background messages begin only while no bulk
-    waits, not even for credit, and take a quarter of the window at most; the two never interleave, as the receiver
-    takes one of them at a time. A message starts once its payload fits into
-    the window beside what has not been credited back, or once nothing else is outstanding, so that a payload larger
-    than the whole window passes too.
+    Urgent messages go first, also between two chunks of another. Background messages begin only while no bulk
+    waits, not even for credit, and take a quarter of the window at most; bulk passes them between two chunks. A message
+    starts once its payload fits into the window beside what has not been credited back, or once nothing else is
+    outstanding, so that a payload larger than the whole window passes too.
+
+    Bulk is prepared on a thread of its own, one message ahead, so that the link is busy while the next one is encoded.
     """
 
     def __init__(self, session: Session, next_sequence: Callable[[], int]) -> None:
         self.counters = SendCounters()
+        self.goodput = Goodput()
+        self.streams = StreamCount()  #: how many connections the link should use
         self._session, self._next_sequence = session, next_sequence
         self._changed = threading.Condition()
         self._urgent, self._bulk, self._background = _Lane(), _Lane(), _Lane()
         self._window_bytes: int | None = None  # unknown until the other side has answered
-        self._outstanding = 0
+        self._charged = self._credited = 0  # bytes of credit since the beginning
+        self._kept: dict[int, _Prepared] = {}  # announced and not acknowledged, by number
+        self._sent_bytes = self._acked_bytes = 0  # of payload, since the present streams began
         self._goodbye: str | None = None
-        self._aborted = False
-        self._preparing = False
+        self._aborted = self._suspended = False
+        self._generation = 0  # of streams
+        self._preparing: _Lane | None = None
+        self._encoder: threading.Thread | None = None
+        self._failure: Exception | None = None
         self._number = 0
 
     @property
     def drained(self) -> bool:
         """Whether everything has been sent and used by the other side, or never will be; background may wait."""
         with self._changed:
-            waiting = self._preparing or any(lane.queue or lane.current for lane in (self._urgent, self._bulk))
+            kept = any(not message.outgoing.background for message in self._kept.values())
+            waiting = bool(self._urgent or self._bulk or kept or self._preparing is self._bulk)
             return self._aborted or not (waiting or self._outstanding)
+
+    @property
+    def _outstanding(self) -> int:
+        return self._charged - self._credited
+
+    # --- the worker's side and the receiver's answers ----------------------------------------------------------
 
     def put(self, message: Outgoing) -> None:
         """Queue a message; after `finish` or `abort` it is dropped."""
@@ -90,26 +135,97 @@ class Outbox:
             lane.queue.append(message)
             self._changed.notify_all()
 
-    def open(self, window_bytes: int) -> None:
-        """Let messages go: the other side has answered and states its window."""
+    def open(self, window_bytes: int, standing: Standing | None = None) -> int:
+        """Let messages go: the other side has answered, states its window, and what it has of earlier streams.
+
+        Returns the number by which `frames` knows that its stream is still the present one. WireError if the other side
+        cannot stand where it says.
+        """
         with self._changed:
+            if standing is not None:
+                self._go_back_to(standing)
             self._window_bytes = window_bytes
+            self._suspended = False
+            self._generation += 1
+            self._sent_bytes = self._acked_bytes = 0
+            self.goodput.restart()
+            self.streams.restart()
+            if self._encoder is None and not self._aborted:
+                name = f"fusion-encode-{self._session.source}-{self._session.target}"
+                self._encoder = threading.Thread(target=self._encode, name=name, daemon=True)
+                self._encoder.start()
             self._changed.notify_all()
+            return self._generation
+
+    def suspend(self) -> None:
+        """Let nothing go until `open` is called again: the stream has broken."""
+        with self._changed:
+            self._suspended = True
+            self._generation += 1
+            self._changed.notify_all()
+
+    def _go_back_to(self, standing: Standing) -> None:
+        if not 1 <= standing.next_message <= self._number + 1 or standing.credited_bytes > self._charged:
+            raise WireError(f"it expects message {standing.next_message}, but {self._number} were sent")
+        again: list[_Prepared] = []
+        for number, message in list(self._kept.items()):
+            if number >= standing.next_message:
+                self._charged -= message.cost
+                message.number = message.offset = 0
+                del self._kept[number]
+            elif number in standing.partial:
+                message.offset = standing.partial[number]
+                if message.offset > len(message.payload):
+                    raise WireError(f"it has {message.offset} of {len(message.payload)} bytes of message {number}")
+            else:
+                del self._kept[number]
+                _remove(message)
+                continue
+            again.append(message)
+        for message in again:
+            _remove(message)
+        for message in reversed(again):
+            message.lane.ready.appendleft(message)
+        if standing.credited_bytes > self._charged:
+            raise WireError(f"credit for {standing.credited_bytes} bytes, but only {self._charged} were sent")
+        self._credited = standing.credited_bytes
+        self._number = standing.next_message - 1
 
     def credit(self, count: int) -> None:
         """Take back `count` bytes that the receiver no longer holds; WireError if it never had that many."""
         with self._changed:
             if count > self._outstanding:
                 raise WireError(f"credit for {count} bytes, but only {self._outstanding} are outstanding")
-            self._outstanding -= count
+            self._credited += count
+            self._changed.notify_all()
+
+    def acknowledge(self, total_bytes: int, whole: Iterable[int]) -> None:
+        """Learn what has arrived: bytes since the present streams began, and messages that need not be kept.
+
+        WireError if that cannot be.
+        """
+        with self._changed:
+            if not self._acked_bytes <= total_bytes <= self._sent_bytes:
+                raise WireError(f"acknowledges {total_bytes} bytes, but {self._sent_bytes} were sent")
+            self._acked_bytes = total_bytes
+            now_s = time.monotonic()
+            window = self.goodput.acknowledged(total_bytes, self._sent_bytes - total_bytes, now_s)
+            if window is not None:
+                self.streams.sample(*window, now_s)
+            for number in whole:
+                message = self._kept.get(number)
+                if message is None or message.offset < len(message.payload):
+                    raise WireError(f"acknowledges message {number}, which was not sent")
+                del self._kept[number]
             self._changed.notify_all()
 
     def finish(self, reason: str) -> None:
         """Send what is queued, background left out, then a goodbye, and end."""
         with self._changed:
             self._background.queue.clear()
-            if self._background.current is not None and not self._background.current.number:
-                self._background.current = None
+            for message in list(self._background.ready):
+                if not message.number:
+                    self._background.ready.remove(message)
             if self._goodbye is None:
                 self._goodbye = reason
             self._changed.notify_all()
@@ -120,47 +236,108 @@ class Outbox:
             self._aborted = True
             for lane in self._lanes:
                 lane.queue.clear()
-                lane.current = None
+                lane.ready.clear()
+            self._kept.clear()
             self._changed.notify_all()
 
-    def frames(self) -> Iterator[bytes]:
-        """Yield frames as they may go; blocks in between. A frame has left when the next one is asked for."""
-        while (lane := self._next_lane()) is not None:
-            current = lane.current
-            if current is None:
+    # --- encoding ----------------------------------------------------------------------------------------------
+
+    def _encode(self) -> None:
+        """Prepare bulk and background messages, one ahead; runs on the encoder's thread until the end."""
+        while (lane := self._next_to_encode()) is not None:
+            try:
                 self._prepare(lane)
-                continue
-            yield from self._timed(self._next_frame(current))
-            self._settle(lane, current)
+            except Exception as error:  # noqa: BLE001 - of the worker's own encoder: `frames` raises it
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+
+    def _next_to_encode(self) -> _Lane | None:
         with self._changed:
-            goodbye = None if self._aborted else self._goodbye
+            while not self._aborted:
+                for lane in (self._bulk, self._background):
+                    if lane.hungry and not (lane is self._background and self._bulk):
+                        self._preparing = lane
+                        return lane
+                if self._goodbye is not None and not (self._bulk.queue or self._background.queue):
+                    return None
+                self._changed.wait()
+            return None
+
+    def _prepare(self, lane: _Lane) -> None:
+        with self._changed:
+            if not lane.queue:  # aborted in the meantime
+                self._preparing = None
+                return
+            outgoing = lane.queue.popleft()
+        try:
+            header, payload = outgoing.prepare()
+        finally:
+            with self._changed:
+                if lane is self._preparing:
+                    self._preparing = None
+        view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
+        with self._changed:
+            ended = lane is self._background and self._goodbye is not None
+            if not self._aborted and not ended:
+                lane.ready.append(_Prepared(outgoing, header, view, lane))
+            self._changed.notify_all()
+
+    # --- frames ------------------------------------------------------------------------------------------------
+
+    def frames(self, generation: int | None = None, stripe: int = 0) -> Iterator[bytes]:
+        """Yield frames as they may go; blocks in between. A frame has left when the next one is asked for.
+
+        It ends with the stream of this generation (None: the present one). Stripes, from 1, carry chunks only, beside
+        the stream that has the headers; they end when so many streams are not wanted any more.
+        """
+        if generation is None:
+            generation = self._generation
+        while (step := self._next_step(generation, stripe)) is not None:
+            if isinstance(step, _Lane):
+                self._prepare(step)
+                continue
+            data = self._frame_of(step)
+            yield from self._timed(data)
+            self._left(step)
+        with self._changed:
+            over = self._aborted or stripe > 0 or generation != self._generation
+            goodbye = None if over else self._goodbye
         if goodbye is not None:
             yield from self._timed(frame(goodbye=goodbye))
 
-    def _timed(self, data: bytes | None) -> Iterator[bytes]:
-        if data is None:
-            return
+    def _timed(self, data: bytes) -> Iterator[bytes]:
         began_s = time.monotonic()
         yield data
         self.counters.sending_s += time.monotonic() - began_s
         self.counters.wire_bytes += len(data)
 
-    def _next_lane(self) -> _Lane | None:
-        """Wait until a lane has something to prepare or to send; None when there will be nothing more."""
+    def _next_step(self, generation: int, stripe: int) -> _Step | _Lane | None:
+        """Wait for a frame to send, or an urgent message to prepare; None when there will be nothing more."""
         with self._changed:
-            while not self._aborted:
-                for lane in self._in_turn():
-                    if self._may_go(lane):
-                        return lane
-                blocked = any(lane.current is not None for lane in (self._urgent, self._bulk))
-                waiting = blocked or self._urgent.queue or self._bulk.queue or self._background.current
-                if self._goodbye is not None and not waiting:
+            while not self._aborted and generation == self._generation and stripe < self.streams.streams:
+                if self._failure is not None:
+                    raise self._failure
+                if not self._suspended:
+                    if not stripe and self._urgent.hungry:
+                        return self._urgent
+                    for lane in self._in_turn():
+                        if self._may_go(lane, stripe):
+                            return self._take(lane)
+                if self._goodbye is not None and not self._waiting():
                     return None
                 began_s = time.monotonic()
+                blocked = not stripe and any(lane.ready for lane in (self._urgent, self._bulk))
                 self._changed.wait()
                 if blocked:
                     self.counters.blocked_s += time.monotonic() - began_s
             return None
+
+    def _waiting(self) -> bool:
+        """Whether a goodbye has to wait: for bulk in the queue, or for something that was begun."""
+        begun = bool(self._background.ready or self._kept or self._preparing)
+        return bool(self._urgent or self._bulk) or begun
 
     @property
     def _lanes(self) -> tuple[_Lane, ...]:
@@ -168,75 +345,72 @@ class Outbox:
 
     def _in_turn(self) -> tuple[_Lane, ...]:
         """Return the lanes from which the next frame may come, the first one first."""
-        begun = self._background.current
-        if begun is not None and begun.number:
-            return self._urgent, self._background
-        if self._bulk.current is not None or self._bulk.queue:
-            return self._urgent, self._bulk
-        return self._lanes
+        begun = self._background.current is not None and self._background.current.number > 0
+        return self._lanes if begun or not self._bulk else (self._urgent, self._bulk)
 
-    def _may_go(self, lane: _Lane) -> bool:
-        if self._window_bytes is None:
-            return False
+    def _may_go(self, lane: _Lane, stripe: int) -> bool:
         current = lane.current
-        if current is None:
-            return bool(lane.queue)
+        if self._window_bytes is None or current is None:
+            return False
+        if stripe:
+            return lane is not self._urgent and current.number > 0 and current.offset < len(current.payload)
         if current.number or current.cost == 0 or self._outstanding == 0:
             return True
         share = self._window_bytes // 4 if current.outgoing.background else self._window_bytes
         return self._outstanding + current.cost <= share
 
-    def _prepare(self, lane: _Lane) -> None:
-        with self._changed:
-            if not lane.queue:  # aborted in the meantime
-                return
-            outgoing = lane.queue.popleft()
-            self._preparing = True
-        header, payload = outgoing.prepare()
-        prepared = _Prepared(outgoing, header, memoryview(payload).cast("B") if len(payload) else memoryview(b""))
-        with self._changed:
-            self._preparing = False
-            if not self._aborted:
-                lane.current = prepared
+    def _take(self, lane: _Lane) -> _Step:
+        """Return the next frame's content of a lane, and move on. Called with the lock held."""
+        message = lane.ready[0]
+        part, offset = None, message.offset
+        if message.number:
+            size = self.goodput.chunk_bytes(CHUNK_BYTES)
+            part = message.payload[offset : offset + size]
+            message.offset += len(part)
+            self._sent_bytes += len(part)
+        else:
+            self._number += 1
+            message.number = self._number
+            self._charged += message.cost
+            self._kept[message.number] = message
+        last = message.offset >= len(message.payload)
+        if last:
+            lane.ready.popleft()
+            self._changed.notify_all()
+        return _Step(message, part, offset, last)
 
-    def _next_frame(self, current: _Prepared) -> bytes | None:
-        if not current.number:
-            with self._changed:
-                if self._aborted:
-                    return None
-                self._outstanding += current.cost
-            return self._header_frame(current)
-        part = current.payload[current.offset : current.offset + CHUNK_BYTES]
-        data = chunk_frame(current.number, current.offset, part)
-        current.offset += len(part)
-        current.wire_bytes += len(data)
-        return data
-
-    def _header_frame(self, current: _Prepared) -> bytes:
-        self._number += 1
-        current.number = self._number
-        data = frame(
-            header=header_to_proto(
-                self._session,
-                current.header,
-                message=current.number,
-                sequence=self._next_sequence(),
-                payload_bytes=len(current.payload),
-                urgent=current.outgoing.urgent,
+    def _frame_of(self, step: _Step) -> bytes:
+        message = step.message
+        if step.part is not None:
+            data = chunk_frame(message.number, step.offset, step.part)
+        else:
+            data = frame(
+                header=header_to_proto(
+                    self._session,
+                    message.header,
+                    message=message.number,
+                    sequence=self._next_sequence(),
+                    payload_bytes=len(message.payload),
+                    urgent=message.outgoing.urgent,
+                    background=message.outgoing.background,
+                )
             )
-        )
-        current.wire_bytes = len(data)
+        message.wire_bytes += len(data)
         return data
 
-    def _settle(self, lane: _Lane, current: _Prepared) -> None:
-        """After a frame has left: a message that is through makes room for the next of its lane."""
-        if current.offset < len(current.payload):
-            return
+    def _left(self, step: _Step) -> None:
+        """A frame has been handed to the network: report a message that is through, once."""
+        message = step.message
         with self._changed:
-            if self._aborted:
+            if not step.last or message.counted or self._aborted:
                 return
-            lane.current = None
+            message.counted = True
         self.counters.messages += 1
-        if not current.outgoing.background:
-            self.counters.payload_bytes += len(current.payload)
-        current.outgoing.sent(current.wire_bytes)
+        if not message.outgoing.background:
+            self.counters.payload_bytes += len(message.payload)
+        message.outgoing.sent(message.wire_bytes)
+
+
+def _remove(message: _Prepared) -> None:
+    if message in message.lane.ready:
+        message.lane.ready.remove(message)

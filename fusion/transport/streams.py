@@ -1,4 +1,4 @@
-"""The answering side of a peer stream: greet, take frames, return credits, and say exactly why when it must end."""
+"""The answering side of a peer stream: greet, take frames, return credits and acknowledgements, and say why it ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -13,16 +14,19 @@ import grpc
 from fusion.base.errors import AuthError, FusionError, StateError, UnreachableError, WireError
 from fusion.base.ids import StageIndex
 from fusion.security.tls import Caller, caller
-from fusion.transport.assembler import Assembler, CreditError
+from fusion.transport.assembler import Assembler, CreditError, SupersededError
 from fusion.transport.base import Incoming
-from fusion.transport.frames import OtherRunError, frame, parse_frame
+from fusion.transport.frames import OtherRunError, chunk_of, frame, parse_frame
 from fusion.wire.v1 import peer_pb2
 
-__all__ = ["METHOD", "RETRY_KEY", "Host", "IncomingStream", "handlers"]
+__all__ = ["METHOD", "RETRY_KEY", "SAID_KEY", "Admission", "Host", "IncomingStream", "handlers"]
 
 METHOD = "/fusion.wire.v1.Peer/Exchange"
 RETRY_KEY = "fusion-retry"  #: trailing metadata of a refusal that may soon be over
+SAID_KEY = "fusion-said"  #: trailing metadata of every end that a transport has decided on, rather than the network
 _HELLO_S = 10.0
+_ACK_EVERY_S = 0.004
+_ANNOUNCED_S = 30.0
 
 Answer = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
@@ -45,10 +49,20 @@ def _status(error: FusionError) -> grpc.StatusCode:
     return grpc.StatusCode.INVALID_ARGUMENT
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a stream that is let in works with."""
+
+    assembler: Assembler
+    answer: bytes
+    generation: int  #: of the link's streams
+    credited_bytes: int  #: what the answer says of the credit
+
+
 class Host(Protocol):
     """What a stream needs from its transport."""
 
-    def admit(self, stream: IncomingStream, greeting: peer_pb2.Hello, who: Caller) -> tuple[Assembler, bytes]:
+    def admit(self, stream: IncomingStream, greeting: peer_pb2.Hello, who: Caller) -> Admission:
         """Return where the stream's messages go, and the answer; raise what the peer is to be told instead."""
         ...
 
@@ -60,8 +74,12 @@ class Host(Protocol):
         """The peer has said goodbye."""
         ...
 
-    def broken(self, stream: IncomingStream, stage: StageIndex, reason: str) -> None:
-        """The stream, once admitted, has ended in any other way."""
+    def progressed(self, stage: StageIndex) -> None:
+        """A stripe has brought something."""
+        ...
+
+    def broken(self, stream: IncomingStream, stage: StageIndex, reason: str, *, final: bool) -> None:
+        """The stream, once admitted, has ended in any other way; `final`: no other may go on in its place."""
         ...
 
 
@@ -73,12 +91,16 @@ class IncomingStream:
         self._host, self._requests, self._context = host, requests, context
         self._changed = threading.Condition()
         self._frames: deque[bytes] = deque()
-        self._credit = 0
+        self._dirty = False  # something is to be acknowledged or credited
+        self._told_bytes = 0  # credit
+        self._acked_bytes = 0
+        self._last_ack_s = 0.0
         self._status: tuple[grpc.StatusCode, str, bool] | None = None  # code, details, whether to try again
         self._finished = False
         self._terminated = False
         self._stage: StageIndex | None = None
-        self._assembler: Assembler | None = None
+        self._admission: Admission | None = None
+        self._stripe = 0
         self._parted = False
         self._reader = threading.Thread(target=self._read, name="fusion-read-stream", daemon=True)
 
@@ -94,26 +116,51 @@ class IncomingStream:
             yield answer
         if self._status is not None and not self._terminated:
             code, details, again = self._status
-            if again:
-                self._context.set_trailing_metadata(((RETRY_KEY, "1"),))
+            self._context.set_trailing_metadata(((SAID_KEY, "1"), (RETRY_KEY, "1")) if again else ((SAID_KEY, "1"),))
             self._context.abort(code, details)
 
     def _next_answer(self, hello_deadline_s: float) -> bytes | None:
-        with self._changed:
-            while not self._terminated:
+        while True:
+            with self._changed:
+                if not self._await_answer(hello_deadline_s):
+                    return None
                 if self._frames:
                     return self._frames.popleft()
-                if self._credit:
-                    credit, self._credit = self._credit, 0
-                    return frame(credit=credit)
-                if self._finished or self._status is not None:
-                    return None
-                left_s = None if self._assembler is not None else hello_deadline_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    self._status = (grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {_HELLO_S:.0f} s", False)
-                    return None
-                self._changed.wait(left_s)
+                self._dirty = False
+            answer = self._acknowledgement()
+            if answer is not None:
+                return answer
+
+    def _await_answer(self, hello_deadline_s: float) -> bool:
+        """Wait until there is something to say; False at the end. Called with the lock held."""
+        while not self._terminated:
+            now_s = time.monotonic()
+            if self._frames or (self._dirty and now_s >= self._last_ack_s + _ACK_EVERY_S):
+                return True
+            if self._finished or self._status is not None:
+                return False
+            left_s = None if self._admission is not None else hello_deadline_s - now_s
+            if left_s is not None and left_s <= 0:
+                self._status = (grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {_HELLO_S:.0f} s", False)
+                return False
+            self._changed.wait(self._last_ack_s + _ACK_EVERY_S - now_s if self._dirty else left_s)
+        return False
+
+    def _acknowledgement(self) -> bytes | None:
+        """Return what is to be credited, or else acknowledged, as of now."""
+        assert self._admission is not None  # nothing can be dirty before
+        assembler = self._admission.assembler
+        credit = assembler.credited_bytes - self._told_bytes
+        if credit > 0:
+            self._told_bytes += credit
+            self._notice()  # acknowledgements come next
+            return frame(credit=credit)
+        self._last_ack_s = time.monotonic()
+        count, whole = assembler.acknowledgement()
+        if (count, whole) == (self._acked_bytes, []):
             return None
+        self._acked_bytes = count
+        return frame(ack=peer_pb2.Ack(bytes=count, whole=whole, clock_s=self._last_ack_s))
 
     def _on_terminated(self) -> None:
         with self._changed:
@@ -125,11 +172,15 @@ class IncomingStream:
             self._frames.append(data)
             self._changed.notify_all()
 
-    def give_credit(self, count: int) -> None:
-        """Let the peer send `count` bytes more."""
-        with self._changed:
-            self._credit += count
-            self._changed.notify_all()
+    def give_credit(self) -> None:
+        """Tell the peer soon how much more it may send."""
+        self._notice()
+
+    def _notice(self) -> None:
+        if self._stripe == 0:
+            with self._changed:
+                self._dirty = True
+                self._changed.notify_all()
 
     def say_goodbye(self, reason: str) -> None:
         """Tell the peer that nothing more is wanted of it."""
@@ -158,61 +209,89 @@ class IncomingStream:
         try:
             for data in self._requests:
                 self._take(data)
+        except SupersededError as error:
+            self.end(grpc.StatusCode.ABORTED, str(error))
         except FusionError as error:
             self.end(_status(error), str(error), isinstance(error, OtherRunError))
-            self._broken(f"broke the protocol: {error}")
+            self._broken(f"broke the protocol: {error}", final=True)
         except grpc.RpcError:
-            self._broken("the connection broke")
+            self._broken("the connection broke", final=False)
         except Exception as error:  # noqa: BLE001 - the worker's own on_message; the thread ends here
             self.end(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
-            self._broken(f"its message could not be taken: {type(error).__name__}: {error}")
+            self._broken(f"its message could not be taken: {type(error).__name__}: {error}", final=True)
         else:
             self._half_closed()
-        finally:
-            if self._assembler is not None:
-                self._assembler.drop()
 
     def _half_closed(self) -> None:
         with self._changed:
             self._finished = True
             self._changed.notify_all()
         if not self._parted:
-            self._broken("ended its stream without a goodbye")
+            self._broken("ended its stream without a goodbye", final=False)
 
-    def _broken(self, reason: str) -> None:
+    def _broken(self, reason: str, *, final: bool) -> None:
         if self._stage is not None and not self._parted:
-            self._host.broken(self, self._stage, reason)
+            self._host.broken(self, self._stage, reason, final=final)
 
     def _take(self, data: bytes) -> None:
+        admission = self._admission
+        chunk = chunk_of(data) if admission is not None else None
+        if admission is None or chunk is None:
+            self._take_other(data)
+            return
+        if self._parted:
+            raise WireError("chunk is not a frame that may come now")
+        assembler = admission.assembler
+        assembler.counters.wire_bytes += len(data)
+        if self._stripe:
+            assembler.await_message(chunk.message, admission.generation, _ANNOUNCED_S)
+        assembler.chunk(chunk, admission.generation, self._host.receive, gaps=assembler.striped)
+        self._notice_main()
+
+    def _take_other(self, data: bytes) -> None:
         message = parse_frame(data)
         body = message.WhichOneof("body")
-        if self._assembler is None:
+        if self._admission is None:
             self._greet(message)
             return
-        if self._parted or body not in ("header", "chunk", "goodbye"):
+        if self._parted or body not in ("header", "chunk", "goodbye") or (self._stripe and body != "chunk"):
             raise WireError(f"{body} is not a frame that may come now")
-        self._assembler.counters.wire_bytes += len(data)
+        assembler = self._admission.assembler
+        if body == "chunk":  # not as we would encode it; what is wrong with it the assembler says
+            assembler.chunk(message.chunk, self._admission.generation, self._host.receive, gaps=assembler.striped)
+            self._notice_main()
+            return
+        assembler.counters.wire_bytes += len(data)
         if body == "goodbye":
             self._part(message.goodbye.reason)
             return
         self.untouched = False
-        arrived = self._assembler.header(message.header) if body == "header" else self._assembler.chunk(message.chunk)
-        if arrived is not None:
-            self._host.receive(arrived)
+        assembler.header(message.header, self._admission.generation, self._host.receive)
+        if not message.header.payload_bytes:
+            self._notice_main()
+
+    def _notice_main(self) -> None:
+        """Something has come that the stream with the headers is to acknowledge."""
+        if self._stripe == 0:
+            self._notice()
+        elif self._stage is not None:
+            self._host.progressed(self._stage)
 
     def _greet(self, message: peer_pb2.PeerFrame) -> None:
         if message.WhichOneof("body") != "hello":
             raise WireError("the first frame must be a hello")
-        assembler, answer = self._host.admit(self, message.hello, caller(self._context))
+        self._stripe = message.hello.stripe
+        admission = self._host.admit(self, message.hello, caller(self._context))
         self._stage = StageIndex(message.hello.source_stage)
-        self._post(answer)
+        self._told_bytes = admission.credited_bytes
+        self._post(admission.answer)
         with self._changed:
-            self._assembler = assembler
+            self._admission = admission
             self._changed.notify_all()
 
     def _part(self, reason: str) -> None:
-        assert self._assembler is not None and self._stage is not None  # noqa: PT018 - after the greeting
-        if self._assembler.busy:
+        assert self._admission is not None and self._stage is not None  # noqa: PT018 - after the greeting
+        if self._admission.assembler.busy:
             raise WireError("goodbye in the middle of a message")
         self._parted = True
         self._host.parted(self._stage, reason)

@@ -183,6 +183,7 @@ class Header(google.protobuf.message.Message):
     CODEC_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     URGENT_FIELD_NUMBER: builtins.int
+    BACKGROUND_FIELD_NUMBER: builtins.int
     message: builtins.int
     """number of the message on this stream, from 1"""
     kind: Global___MessageKind.ValueType
@@ -205,6 +206,8 @@ class Header(google.protobuf.message.Message):
     """"none" """
     urgent: builtins.bool
     """overtakes other messages; up to 64 KiB of payload need no credit"""
+    background: builtins.bool
+    """lets other messages pass, between two chunks"""
     @property
     def layout(self) -> Global___Layout: ...
     def __init__(
@@ -225,9 +228,10 @@ class Header(google.protobuf.message.Message):
         codec: builtins.str = ...,
         layout: Global___Layout | None = ...,
         urgent: builtins.bool = ...,
+        background: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "codec", b"codec", "edge", b"edge", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "kind", b"kind", "layout", b"layout", "message", b"message", "micro_batch", b"micro_batch", "payload_bytes", b"payload_bytes", "requires_grad", b"requires_grad", "sequence", b"sequence", "step", b"step", "urgent", b"urgent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "background", b"background", "codec", b"codec", "edge", b"edge", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "kind", b"kind", "layout", b"layout", "message", b"message", "micro_batch", b"micro_batch", "payload_bytes", b"payload_bytes", "requires_grad", b"requires_grad", "sequence", b"sequence", "step", b"step", "urgent", b"urgent"]) -> None: ...
 
 Global___Header: typing_extensions.TypeAlias = Header
 
@@ -326,16 +330,18 @@ class Ack(google.protobuf.message.Message):
     WHOLE_FIELD_NUMBER: builtins.int
     CLOCK_S_FIELD_NUMBER: builtins.int
     bytes: builtins.int
-    """of all payload on this directed pair"""
-    whole: builtins.int
-    """a message that has arrived whole; 0: none"""
+    """of payload that has come since the streams in use began"""
     clock_s: builtins.float
     """of the answering side, to align measured times; any origin"""
+    @property
+    def whole(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """messages that have arrived whole since the last acknowledgement"""
+
     def __init__(
         self,
         *,
         bytes: builtins.int = ...,
-        whole: builtins.int = ...,
+        whole: collections.abc.Iterable[builtins.int] | None = ...,
         clock_s: builtins.float = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "clock_s", b"clock_s", "whole", b"whole"]) -> None: ...
