@@ -31,6 +31,8 @@ _MAX_MESSAGES_PER_STEP = 2**20
 _TIMED_BYTES, _RECORD_BYTES = 64 * KIB, 16 * KIB  #: a header shares its TLS record with the payload's beginning
 _MAX_OPEN = 64  #: messages under way at once: one of each class, and a few on stripes
 _HUGE_BYTES = 4 * MIB  #: buffers from that size on ask for huge pages
+#: memory of our own, which can have huge pages; shared memory, mmap's default, cannot
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 _MAX_FREE_OUTSTANDING = 1024  #: urgent messages without credit that may be held at once
 
 
@@ -80,7 +82,7 @@ def _buffer(size: int) -> memoryview:
     """
     if size < MIB:
         return memoryview(bytearray(size))
-    buffer = mmap.mmap(-1, size)
+    buffer = mmap.mmap(-1, size, **_PRIVATE)
     if size >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)

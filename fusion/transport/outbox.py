@@ -98,7 +98,9 @@ class Outbox:
         self.goodput = Goodput()
         self.streams = StreamCount()  #: how many connections the link should use
         self._session, self._next_sequence = session, next_sequence
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # for those who send
+        self._room = threading.Condition(self._lock)  # for the encoder
         self._urgent, self._bulk, self._background = _Lane(), _Lane(), _Lane()
         self._window_bytes: int | None = None  # unknown until the other side has answered
         self._charged = self._credited = 0  # bytes of credit since the beginning
@@ -133,7 +135,7 @@ class Outbox:
                 return
             lane = self._urgent if message.urgent else self._background if message.background else self._bulk
             lane.queue.append(message)
-            self._changed.notify_all()
+            (self._changed if message.urgent else self._room).notify_all()
 
     def open(self, window_bytes: int, standing: Standing | None = None) -> int:
         """Let messages go: the other side has answered, states its window, and what it has of earlier streams.
@@ -217,7 +219,8 @@ class Outbox:
                 if message is None or message.offset < len(message.payload):
                     raise WireError(f"acknowledges message {number}, which was not sent")
                 del self._kept[number]
-            self._changed.notify_all()
+            if self._goodbye is not None:
+                self._changed.notify_all()
 
     def finish(self, reason: str) -> None:
         """Send what is queued, background left out, then a goodbye, and end."""
@@ -229,6 +232,7 @@ class Outbox:
             if self._goodbye is None:
                 self._goodbye = reason
             self._changed.notify_all()
+            self._room.notify_all()
 
     def abort(self) -> None:
         """Drop everything and end without a word."""
@@ -239,6 +243,7 @@ class Outbox:
                 lane.ready.clear()
             self._kept.clear()
             self._changed.notify_all()
+            self._room.notify_all()
 
     # --- encoding ----------------------------------------------------------------------------------------------
 
@@ -262,7 +267,7 @@ class Outbox:
                         return lane
                 if self._goodbye is not None and not (self._bulk.queue or self._background.queue):
                     return None
-                self._changed.wait()
+                self._room.wait()
             return None
 
     def _prepare(self, lane: _Lane) -> None:
@@ -373,10 +378,13 @@ class Outbox:
             message.number = self._number
             self._charged += message.cost
             self._kept[message.number] = message
+            self._room.notify_all()  # the next one may be prepared
         last = message.offset >= len(message.payload)
         if last:
             lane.ready.popleft()
-            self._changed.notify_all()
+            self._room.notify_all()
+            if self._goodbye is not None:
+                self._changed.notify_all()
         return _Step(message, part, offset, last)
 
     def _frame_of(self, step: _Step) -> bytes:

@@ -25,7 +25,7 @@ METHOD = "/fusion.wire.v1.Peer/Exchange"
 RETRY_KEY = "fusion-retry"  #: trailing metadata of a refusal that may soon be over
 SAID_KEY = "fusion-said"  #: trailing metadata of every end that a transport has decided on, rather than the network
 _HELLO_S = 10.0
-_ACK_EVERY_S = 0.004
+_ACK_EVERY_S = 0.01
 _ANNOUNCED_S = 30.0
 
 Answer = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
@@ -177,7 +177,7 @@ class IncomingStream:
         self._notice()
 
     def _notice(self) -> None:
-        if self._stripe == 0:
+        if self._stripe == 0 and not self._dirty:  # while it is, the answering thread looks by itself
             with self._changed:
                 self._dirty = True
                 self._changed.notify_all()

@@ -260,6 +260,48 @@ def test_the_loss_of_a_peer_is_told_once_to_each_of_the_others(lab):
     assert three.recorders[2].edges() == [0]
 
 
+def test_f37_a_stream_that_breaks_in_a_message_goes_on_and_nothing_is_lost_or_repeated(lab):
+    two = lab(window_bytes=64 * MIB)
+    payloads = [bytes([edge + 1]) * (3 * MIB + edge) for edge in range(6)]
+    seen: list[tuple[int, bytes]] = []
+    seen_urgent: list[int] = []
+
+    def on_message(message):
+        edge = int(message.header.edge)
+        if edge < 100:
+            seen.append((edge, bytes(message.payload)))
+        else:
+            seen_urgent.append(edge)
+        message.release()
+
+    two.recorders[1].on_message = on_message
+    for edge, payload in enumerate(payloads):
+        two.transports[0].send(1, outgoing(edge, payload))
+        two.transports[0].send(1, outgoing(100 + edge, b"word", urgent=True))
+    for after in (1, 3, 4):
+        wait_until(lambda after=after: len(seen) >= after, f"{after} messages")
+        two.interrupt(0, 1)
+    wait_until(lambda: len(seen) == 6 and len(seen_urgent) == 6, "everything")
+    two.transports[1].send(0, outgoing(0, b"the other way stands"))
+    two.recorders[0].wait_messages(1)
+    assert seen == list(enumerate(payloads))
+    assert seen_urgent == list(range(100, 106))
+    assert [recorder.lost for recorder in two.recorders] == [[], []]
+    wait_until(lambda: two.transports[0].counters()[1][0].payload_bytes == sum(map(len, payloads)) + 24, "counters")
+
+
+def test_credit_that_was_given_while_the_stream_was_broken_is_not_lost(lab):
+    two = lab(window_bytes=1000, holding={1})
+    for edge in range(4):
+        two.transports[0].send(1, outgoing(edge, bytes(1000)))
+    for edge in range(4):
+        two.recorders[1].wait_messages(edge + 1)
+        two.interrupt(0, 1)
+        two.recorders[1].messages[edge].release()
+    assert two.recorders[1].edges() == [0, 1, 2, 3]
+    assert [recorder.lost for recorder in two.recorders] == [[], []]
+
+
 def test_a_goodbye_is_no_loss_and_nothing_sent_before_it_is_dropped(lab):
     two = lab(window_bytes=200_000)
     for edge in range(50):

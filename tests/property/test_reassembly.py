@@ -15,7 +15,8 @@ from fusion.protocol.header import header_from_proto, header_to_proto, span_byte
 from fusion.protocol.messages import MessageHeader, MessageKind, Session
 from fusion.transport.assembler import Assembler
 from fusion.transport.base import Outgoing
-from fusion.transport.frames import chunk_frame, frame, parse_frame
+from fusion.transport.frames import chunk_frame, chunk_of, frame, parse_frame
+from fusion.transport.goodput import Goodput
 from fusion.transport.outbox import Outbox
 from fusion.wire.v1 import peer_pb2
 
@@ -58,6 +59,10 @@ def test_a_header_survives_the_wire(header):
 
 @given(st.binary(max_size=200))
 def test_b13_any_bytes_are_a_frame_or_a_wire_error(data):
+    chunk = chunk_of(data)
+    if chunk is not None:
+        same = peer_pb2.PeerFrame.FromString(data).chunk
+        assert (same.message, same.offset, same.data) == (chunk.message, chunk.offset, bytes(chunk.data))
     try:
         parsed = parse_frame(data)
     except WireError:
@@ -132,7 +137,13 @@ def test_a_layouts_span_reaches_from_the_first_to_the_last_element(shape, stride
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=300))
 def test_our_encoding_of_a_chunk_is_protobufs(message, offset, data):
     expected = peer_pb2.PeerFrame(chunk=peer_pb2.Chunk(message=message, offset=offset, data=data))
-    assert peer_pb2.PeerFrame.FromString(chunk_frame(message, offset, memoryview(data))) == expected
+    encoded = chunk_frame(message, offset, memoryview(data))
+    assert peer_pb2.PeerFrame.FromString(encoded) == expected
+    again = chunk_of(encoded)
+    if data and max(message, offset) < 2**63:
+        assert (again.message, again.offset, bytes(again.data)) == (message, offset, data)
+    else:
+        assert again is None
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * WINDOW)), max_size=20))
@@ -159,6 +170,67 @@ def test_what_goes_into_an_outbox_comes_out_of_the_assembler(messages):
     order += [number for number, (urgent, _) in enumerate(messages) if not urgent]
     assert came == [(number, bytes([number]) * messages[number][1]) for number in order]
     assert assembler.outstanding_bytes == 0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["urgent", "bulk", "background"]), st.integers(0, WINDOW)), max_size=12),
+    st.lists(st.integers(0, 6), max_size=8),
+    st.data(),
+)
+@settings(deadline=None)
+def test_f37_streams_may_break_after_any_frame(messages, breaks, data):
+    """Of what was under way any part may have arrived; acknowledgements and credit may have got lost."""
+    outbox = Outbox(SESSION, iter(range(1, 10_000)).__next__)
+    outbox.goodput = SmallChunks()
+    assembler = Assembler(SESSION, 2**30, lambda _header: LIMIT, lambda _count: None)
+    for number, (kind, size) in enumerate(messages):
+        header = MessageHeader(MessageKind.ACTIVATION, 1, 0, EdgeId(number))
+        outbox.put(
+            Outgoing(
+                prepare=lambda h=header, n=number, s=size: (h, bytes([n + 1]) * s),
+                urgent=kind == "urgent",
+                background=kind == "background",
+            )
+        )
+    came = []
+    told = 0
+    total = len(messages)
+    while len(came) < total:
+        generation, standing = assembler.attach()
+        told = standing.credited_bytes
+        frames_left = breaks.pop() if breaks else 10_000
+        for content in outbox.frames(outbox.open(2**30, standing)):
+            if frames_left == 0:
+                outbox.suspend()
+                break
+            frames_left -= 1
+            chunk = chunk_of(content)
+            if chunk is not None:
+                arrived = assembler.chunk(chunk, generation)
+            else:
+                arrived = assembler.header(parse_frame(content).header, generation)
+            for message in arrived:
+                came.append((int(message.header.edge), bytes(message.payload)))
+                message.release()
+            if frames_left > 10 or data.draw(st.booleans()):  # else this answer gets lost with the stream
+                outbox.acknowledge(*assembler.acknowledgement())
+                outbox.credit(assembler.credited_bytes - told)
+                told = assembler.credited_bytes
+            if len(came) == total:
+                break
+    outbox.abort()
+    for kind in ("urgent", "bulk", "background"):
+        expected = [number for number, (each, _) in enumerate(messages) if each == kind]
+        assert [number for number, _ in came if messages[number][0] == kind] == expected
+    assert sorted(came) == [(number, bytes([number + 1]) * size) for number, (_, size) in enumerate(messages)]
+    assert assembler.outstanding_bytes == 0
+
+
+class SmallChunks(Goodput):
+    """Cuts even small payloads into several chunks."""
+
+    def chunk_bytes(self, most):
+        return 100
 
 
 class Reassembly(RuleBasedStateMachine):

@@ -122,6 +122,13 @@ class Cable:
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
+    def reset(self) -> None:
+        """Break the connections that stand; new ones get through."""
+        for each in list(self._sockets):
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.shutdown(socket.SHUT_RDWR)
+
     def cut(self) -> None:
         self._cut = True
         with contextlib.suppress(OSError):
@@ -152,6 +159,9 @@ class MemoryLab:
     def kill(self, stage: int) -> None:
         self._network.kill(StageIndex(stage))
 
+    def interrupt(self, source: int, target: int) -> None:
+        self._network.interrupt(StageIndex(source), StageIndex(target))
+
     def close(self) -> None:
         for transport in self.transports:
             transport.close("the test is over")
@@ -178,6 +188,9 @@ class GrpcLab:
                     cable = self._cables[source, target] = Cable(("127.0.0.1", port))
                     self.routes[source][nominal(target)] = cable.address
         start_all(self.transports, self.recorders)
+
+    def interrupt(self, source: int, target: int) -> None:
+        self._cables[source, target].reset()
 
     def kill(self, stage: int) -> None:
         for pair, cable in self._cables.items():
