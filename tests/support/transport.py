@@ -102,10 +102,14 @@ class Cable:
         while True:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
             except OSError:
                 if self._cut:
                     return
+                continue
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
                 continue
             self._sockets += [near, far]
             for each in (near, far):
