@@ -63,7 +63,8 @@ def schedule_of(codec: str, steps: int) -> CodecSchedule:
     ConfigError says what is wrong.
     """
     phases = parse_compression(codec, "codec")
-    return CodecSchedule(tuple((phase.begins(steps), _codecs(phase.compression)) for phase in phases))
+    later = ((phase.begins(steps), _codecs(phase.compression)) for phase in phases[1:])
+    return CodecSchedule(_codecs(phases[0].compression), tuple(later))
 
 
 def _codecs(wanted: Compression) -> LinkCodecs:

@@ -32,6 +32,7 @@ from fusion_coordinator.linkwatch import LinkWatch, in_contact
 from fusion_coordinator.liveness import JobWatch, Presence, forgive, forgive_job, reported
 from fusion_coordinator.planning import Planner
 from fusion_coordinator.progress import JobProgress, ProgressBook, Signal
+from fusion_coordinator.recoder import as_before
 from fusion_coordinator.recoveries import Recoveries
 from fusion_coordinator.replanner import Replanner
 from fusion_coordinator.session import Session
@@ -44,6 +45,7 @@ from fusion_coordinator.state.events import (
     JobMoves,
     JobPaused,
     JobPlanned,
+    JobRecoded,
     JobRestored,
     JobResumed,
     JobStays,
@@ -240,6 +242,8 @@ class Controller:
                 self._watches[event.job] = replace(self._watches[event.job], moving_s=None)
                 await self.note(event.job, "warning", f"stays as it is: {event.reason}")
                 self._schedule_wanted.set()
+            case JobRecoded():
+                await self.note(event.job, "info", event.reason)
             case JobBroke():
                 await self.note(event.job, "error", f"recovers: {event.reason}")
             case JobRestored():
@@ -359,6 +363,10 @@ class Controller:
         """Return those of the digests that the blob store has."""
         store = self.store.store
         return await self.store.run(lambda: {digest for digest in digests if store.blob(digest) is not None})
+
+    def tell(self, stage: StageRecord, command: node_pb2.Command) -> None:
+        """Send a command to a stage's node, if it listens."""
+        self._send(stage, command)
 
     def _send(self, stage: StageRecord, command: node_pb2.Command) -> None:
         session = self._sessions.get(stage.node)
@@ -527,6 +535,8 @@ class Controller:
         await self.change(lambda state: (self._move(state, job, plan, reason), None))
 
     def _move(self, state: State, job: JobId, plan: Plan, reason: str) -> list[JobMoves]:
+        record = state.jobs[job]
+        plan = as_before(record, plan, strict=job_of(record).determinism == "strict")
         return moves.move(state, self.presences, job, plan, self.clock.wall_s(), reason)
 
     async def move_once(self, request: Request, job: JobId, cuts: Sequence[int], names: Sequence[str]) -> None:
@@ -606,6 +616,7 @@ class Controller:
         try:
             links = self.links.view(in_contact(self.state, self.presences))
             plan = await self._planner.plan(scheduling.cluster_of(free, links), spec)
+            plan = as_before(job, plan, strict=spec.determinism == "strict")
         except PlanError as error:
             await self._wait(job, "; ".join([str(error), *remarks]))
             return

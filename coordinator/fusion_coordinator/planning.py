@@ -9,18 +9,22 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from fusion.base.ids import NodeId
 from fusion.graph.dag import Graph
+from fusion.plan.codecs import plan_at
 from fusion.plan.equal_compute import plan as by_equal_compute
-from fusion.plan.inforce import in_force
-from fusion.plan.phases import with_codecs
+from fusion.plan.inforce import in_force, problem_of
+from fusion.plan.phases import compressed, stretches, with_codecs
 from fusion.plan.planner import Options, make_plan
 from fusion.plan.replicas import with_replicas
-from fusion.plan.types import Cluster, JobView, Plan
+from fusion.plan.types import Cluster, ClusterNode, JobView, Link, LinkTable, Plan, Uplink
 from fusion.plan.workload import Workload, workload_of
 from fusion.protocol.job import BlobRef, JobSpec
 from fusion_coordinator.admission import load_graph
 from fusion_coordinator.blobs import BlobFiles
+from fusion_coordinator.decide.recoding import SLOWER, Choices
 from fusion_coordinator.decide.replanning import slowness, with_usual
 
 _GRAPHS_KEPT = 4
@@ -69,14 +73,19 @@ class Planner:
         present: Plan,
         compute_s: Sequence[float],
         earlier: Mapping[NodeId, float],
+        step: int = 0,
     ) -> Alternative:
         """Return the best plan now that a job was seen to run.
 
         compute_s: by stage of the plan in force, how long it computed in a step. earlier: slowness of nodes that ran
-        the job before. PlanError if no plan fits, or a node of the plan in force is not in `cluster`.
+        the job before. step: the last one done.
+
+        PlanError if no plan fits, or a node of the plan in force is not in `cluster`.
         """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._compare, cluster, spec, present, compute_s, earlier)
+        return await loop.run_in_executor(
+            self._executor, self._compare, cluster, spec, present, compute_s, earlier, step
+        )
 
     async def divide(self, cluster: Cluster, spec: JobSpec, cuts: Sequence[int]) -> Plan:
         """Return a plan on these nodes in their order, cut at `cuts`, or evenly if there are none."""
@@ -101,9 +110,10 @@ class Planner:
         present: Plan,
         compute_s: Sequence[float],
         earlier: Mapping[NodeId, float],
+        step: int = 0,
     ) -> Alternative:
         graph, workload = self._graph(spec.graph)
-        view = job_view(spec)
+        view, present = job_view(spec), plan_at(present, step + 1)
         nodes = [stage.node for stage in present.stages]
         expected = in_force(present, cluster, workload, view)
         known = {**earlier, **slowness(nodes, expected.compute_s, compute_s, spec.micro_batches)}
@@ -111,6 +121,56 @@ class Planner:
         best = _planned(real, graph, view, "fusion")
         present_s = in_force(present, real, workload, view).step_s
         return Alternative(best, present_s, in_force(best, real, workload, view).step_s, known)
+
+    async def recode(
+        self,
+        cluster: Cluster,
+        spec: JobSpec,
+        present: Plan,
+        compute_s: Sequence[float],
+        earlier: Mapping[NodeId, float],
+        step: int,
+    ) -> Choices | None:
+        """Return which codecs the links of a running job should have after `step`; None if the job does not leave that
+        to us then. Arguments and errors as `compare`.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._executor, self._recode, cluster, spec, present, compute_s, earlier, step
+        )
+
+    def _recode(
+        self,
+        cluster: Cluster,
+        spec: JobSpec,
+        present: Plan,
+        compute_s: Sequence[float],
+        earlier: Mapping[NodeId, float],
+        step: int,
+    ) -> Choices | None:
+        view, present = replace(job_view(spec), first_step=step + 1), plan_at(present, step + 1)
+        compression = stretches(view)[0].compression
+        if compression.kind != "auto" or len(present.stages) < 2:
+            return None
+        _, workload = self._graph(spec.graph)
+        expected = in_force(present, cluster, workload, view)
+        nodes = [stage.node for stage in present.stages]
+        known = {**earlier, **slowness(nodes, expected.compute_s, compute_s, spec.micro_batches)}
+        real = slowed(cluster, with_usual(known, [node.node for node in cluster.nodes]))
+        problem, found = problem_of(present, real, workload, view)
+        used = [(int(a), int(b)) for a, b in np.argwhere(problem.evaluate(found).raw_bytes > 0)]
+        least = compressed(problem, found, compression)
+        doubtful = replace(real, links=derated(real.links, SLOWER))
+        most = compressed(problem_of(present, doubtful, workload, view)[0], found, compression)
+        links = {(stage, other): real.links.between(*_pair(real, present, stage, other)) for stage, other in used}
+        return Choices(
+            {link: found.codec(*link) for link in used},
+            {link: least.codec(*link) for link in used},
+            {link: most.codec(*link) for link in used},
+            {link: item.rate_bytes_per_s for link, item in links.items() if item is not None},
+            problem.step_s(found),
+            problem.step_s(least),
+        )
 
     def _graph(self, blob: BlobRef) -> tuple[Graph, Workload]:
         found = self._graphs.pop(blob.digest, None)
@@ -141,6 +201,28 @@ def measured(cluster: Cluster) -> bool:
     """Whether any link of the cluster was measured."""
     links = cluster.links
     return bool(links.sites or any(link is not None for link in links.pairs.values()))
+
+
+def _pair(cluster: Cluster, plan: Plan, source: int, target: int) -> tuple[ClusterNode, ClusterNode]:
+    by_id = {node.node: node for node in cluster.nodes}
+    return by_id[plan.stages[source].node], by_id[plan.stages[target].node]
+
+
+def derated(links: LinkTable, factor: float) -> LinkTable:
+    """Return the links with every rate multiplied by `factor`."""
+
+    def slower(link: Link | None) -> Link | None:
+        return None if link is None else Link(link.rate_bytes_per_s * factor, link.delay_s)
+
+    return LinkTable(
+        {pair: slower(link) for pair, link in links.pairs.items()},
+        {pair: slower(link) for pair, link in links.sites.items()},
+        slower(links.default),
+        {
+            site: Uplink(uplink.out_bytes_per_s * factor, uplink.in_bytes_per_s * factor)
+            for site, uplink in links.uplinks.items()
+        },
+    )
 
 
 def slowed(cluster: Cluster, slow: Mapping[NodeId, float]) -> Cluster:

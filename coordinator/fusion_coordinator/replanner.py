@@ -21,6 +21,7 @@ from fusion_coordinator.decide import replanning, scheduling
 from fusion_coordinator.decide.replanning import Limits, Memory, Offer
 from fusion_coordinator.linkwatch import LinkWatch, in_contact
 from fusion_coordinator.planning import Alternative, Planner
+from fusion_coordinator.recoder import Recoder
 from fusion_coordinator.state.records import JobRecord, JobState
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class _Seen:
     slowness: dict[NodeId, float] = field(default_factory=dict)  #: also of nodes of earlier epochs
     new_steps: int = STEPS_BETWEEN  #: reported by stage 0 since the last look
 
+    def typical_s(self) -> list[float]:
+        """Return by stage how long it computes in a step."""
+        return [median(self.compute_s[stage]) for stage in range(len(self.plan.stages))]
+
 
 class Replanner:
     """One for all jobs: there is never more than one move at a time."""
@@ -56,6 +61,7 @@ class Replanner:
         settings = controller.settings
         self._limits = Limits(settings.replan_ratio, settings.replan_wins, settings.replan_hold_off_s)
         self._jobs: dict[JobId, _Seen] = {}
+        self.recoder = Recoder(controller, planner)
 
     # ---- what steps measure ----
 
@@ -81,7 +87,7 @@ class Replanner:
         """A plan's first report: the time since it was given out is what starting takes."""
         planned_s = self._controller.planned_s(job.job)
         restart_s = RESTART_S if planned_s is None else now_s - planned_s
-        plan = plan_from_proto(plan_pb2.Plan.FromString(job.plan))
+        plan = _plan(job)
         spec = job_from_proto(job_pb2.JobSpec.FromString(job.spec)) if before is None else before.spec
         return _Seen(
             job.epoch, plan, spec, Memory(now_s), restart_s, slowness={} if before is None else before.slowness
@@ -96,23 +102,36 @@ class Replanner:
             record = self._controller.state.jobs[job]
             if record.state.ended:
                 del self._jobs[job]
-            elif seen.new_steps >= STEPS_BETWEEN and self._may_move(record, seen):
-                seen.new_steps = 0
+                self.recoder.forget(job)
+                continue
+            if seen.new_steps < STEPS_BETWEEN:
+                continue
+            seen.new_steps = 0
+            if self._may_move(record, seen):
                 await self._look(record, seen)
+            if self._at_rest(record, seen) and "auto" in seen.spec.compression:
+                await self.recoder.look(
+                    record, seen.spec, _plan(record), self._cluster(record, seen), seen.typical_s(), seen.slowness
+                )
 
     def _may_move(self, job: JobRecord, seen: _Seen) -> bool:
         moving = any(other.next is not None for other in self._controller.state.jobs.values())
         spec = seen.spec
-        measured = all(replanning.settled(seen.compute_s.get(stage, ())) for stage in range(len(seen.plan.stages)))
         free = spec.replan and spec.planner == "fusion" and not spec.cuts
-        return free and measured and not moving and job.state is JobState.RUNNING and job.epoch == seen.epoch
+        return free and not moving and self._at_rest(job, seen)
+
+    def _at_rest(self, job: JobRecord, seen: _Seen) -> bool:
+        """Whether the job runs under a plan of which every stage was measured."""
+        job = self._controller.state.jobs[job.job]
+        measured = all(replanning.settled(seen.compute_s.get(stage, ())) for stage in range(len(seen.plan.stages)))
+        return measured and job.state is JobState.RUNNING and job.epoch == seen.epoch and job.next is None
 
     async def _look(self, job: JobRecord, seen: _Seen) -> None:
         controller = self._controller
         cluster = self._cluster(job, seen)
-        compute_s = [median(seen.compute_s[stage]) for stage in range(len(seen.plan.stages))]
+        step = (await controller.job_progress(job)).last_step
         try:
-            found = await self._planner.compare(cluster, seen.spec, seen.plan, compute_s, seen.slowness)
+            found = await self._planner.compare(cluster, seen.spec, _plan(job), seen.typical_s(), seen.slowness, step)
         except FusionError as error:
             log.debug("no other plan", extra=fields(job=job.job, reason=error))
             return
@@ -148,6 +167,10 @@ class Replanner:
         each = WEIGHT_BYTES + seen.spec.optimizer.state_bytes_per_parameter
         rates = typical_rates(cluster.links)
         return replanning.move_cost_s(_held(seen.plan, each), _held(found.plan, each), rates, seen.restart_s)
+
+
+def _plan(job: JobRecord) -> Plan:
+    return plan_from_proto(plan_pb2.Plan.FromString(job.plan))
 
 
 def _held(plan: Plan, bytes_each: int) -> dict[NodeId, int]:

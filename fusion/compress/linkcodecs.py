@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fusion.base.errors import ConfigError
 from fusion.compress.catalog import NONE, CodecPair, CodecSpec, Kind
@@ -40,23 +41,37 @@ class LinkCodecs:
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CodecSchedule:
     """The codecs of a run by its steps."""
 
-    phases: tuple[tuple[int, LinkCodecs], ...] = ((1, LinkCodecs()),)  #: (first step, codecs), ascending
+    start: LinkCodecs = LinkCodecs()
+    #: (first step, what changes), ascending: everything, or some links, until a later change names them
+    changes: tuple[tuple[int, LinkCodecs | Mapping[Link, CodecSpec]], ...] = ()
 
     @staticmethod
     def always(codecs: LinkCodecs | CodecPair) -> CodecSchedule:
         """Return the schedule that never changes."""
-        return CodecSchedule(((1, codecs if isinstance(codecs, LinkCodecs) else LinkCodecs(codecs)),))
+        return CodecSchedule(codecs if isinstance(codecs, LinkCodecs) else LinkCodecs(codecs))
+
+    @cached_property
+    def _phases(self) -> tuple[list[int], list[LinkCodecs]]:
+        tables = [self.start]
+        for _, change in self.changes:
+            tables.append(change if isinstance(change, LinkCodecs) else tables[-1].changed(change))
+        return [step for step, _ in self.changes], tables
+
+    @property
+    def tables(self) -> list[LinkCodecs]:
+        """The codecs of all times, in their order."""
+        return self._phases[1]
 
     def at(self, step: int) -> LinkCodecs:
         """Return the codecs of a step."""
-        return self.phases[max(0, bisect_right(self.phases, step, key=lambda phase: phase[0]) - 1)][1]
+        steps, tables = self._phases
+        return tables[bisect_right(steps, step)]
 
-    def changed(self, from_step: int, links: Mapping[Link, CodecSpec]) -> CodecSchedule:
-        """Return the schedule in which these links have these codecs from a step on, whatever it said of them."""
-        before = tuple(phase for phase in self.phases if phase[0] < from_step)
-        later = tuple((step, codecs.changed(links)) for step, codecs in self.phases if step > from_step)
-        return CodecSchedule((*before, (from_step, self.at(from_step).changed(links)), *later))
+    def changed(self, from_step: int, change: LinkCodecs | Mapping[Link, CodecSpec]) -> CodecSchedule:
+        """Return the schedule with one change more; of two from the same step the later one counts."""
+        place = bisect_right(self.changes, from_step, key=lambda known: known[0])
+        return CodecSchedule(self.start, (*self.changes[:place], (from_step, change), *self.changes[place:]))

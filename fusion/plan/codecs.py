@@ -16,8 +16,8 @@ int8/int4     these codecs on every link, forward and backward
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf, isfinite
 from typing import Literal
@@ -27,7 +27,7 @@ from fusion.base.ids import StageIndex
 from fusion.compress import catalog
 from fusion.compress.catalog import CodecPair, CodecSpec, Kind, TensorRole, parse_codec, parse_pair
 from fusion.compress.linkcodecs import PLAIN, CodecSchedule, Link, LinkCodecs
-from fusion.plan.types import Plan
+from fusion.plan.types import CodecChange, Plan
 
 MAX_PHASES = 64
 MAX_TEXT = 4000
@@ -216,15 +216,18 @@ def schedule_without_links(text: str, steps: int) -> CodecSchedule:
 
     ConfigError as `parse_compression`.
     """
-    phases = [(phase.begins(steps), phase.compression) for phase in parse_compression(text)]
-    return CodecSchedule(tuple((begin, LinkCodecs(_pair_of(wanted), wanted.links)) for begin, wanted in phases))
+    first, *later = parse_compression(text)
+    found = CodecSchedule(_codecs_of(first.compression))
+    for phase in later:
+        found = found.changed(phase.begins(steps), _codecs_of(phase.compression))
+    return found
 
 
-def _pair_of(wanted: Compression) -> CodecPair:
+def _codecs_of(wanted: Compression) -> LinkCodecs:
     if wanted.kind != "adatopk":
-        return wanted.pair
+        return LinkCodecs(wanted.pair, wanted.links)
     codec = catalog.adatopk_on_link(wanted.ratio, 1.0, 1.0)
-    return CodecPair(codec, codec)
+    return LinkCodecs(CodecPair(codec, codec), wanted.links)
 
 
 # ---- of a plan ----
@@ -236,9 +239,42 @@ def codec_schedule(plan: Plan) -> CodecSchedule:
     found = CodecSchedule.always(LinkCodecs(links=_specs(links)))
     for change in plan.codec_changes:
         found = found.changed(change.from_step, _specs(change.links))
-    for _, codecs in found.phases:
+    for codecs in found.tables:
         codecs.check()
     return found
+
+
+def plan_with_change(plan: Plan, from_step: int, links: Sequence[tuple[StageIndex, StageIndex, str]]) -> Plan:
+    """Return a plan of which some links have other codecs from a step on, until a later change names them."""
+    changes = {change.from_step: {link[:2]: link for link in change.links} for change in plan.codec_changes}
+    at_once = changes.setdefault(from_step, {})
+    at_once |= {link[:2]: link for link in links}
+    ordered = (CodecChange(step, tuple(changes[step].values())) for step in sorted(changes))
+    return replace(plan, codec_changes=tuple(ordered))
+
+
+def plan_at(plan: Plan, step: int) -> Plan:
+    """Return a plan as it is in one step: its links with the codecs that they have then."""
+    now = codec_schedule(plan).at(step)
+    links = (
+        replace(link, codec=codec.name, ratio=codec.ratio)
+        for link in plan.links
+        for codec in (link_codec(now.of(link.source, link.target).name, link.source, link.target),)
+    )
+    return replace(plan, links=tuple(links), codec_changes=())
+
+
+def plan_with_codecs_of(plan: Plan, other: Plan) -> Plan:
+    """Return a plan with the codecs of another one that has the same cuts, at the same steps; else as it is."""
+    if [stage.first_operator for stage in plan.stages] != [stage.first_operator for stage in other.stages]:
+        return plan
+    known = {(link.source, link.target): link for link in other.links}
+    links = tuple(
+        replace(link, codec=same.codec, ratio=same.ratio)
+        for link in plan.links
+        for same in (known.get((link.source, link.target), link),)
+    )
+    return replace(plan, links=links, codec_changes=other.codec_changes)
 
 
 def compression_text(plan: Plan) -> str:

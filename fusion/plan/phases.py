@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -85,16 +84,11 @@ def codec_changes(
     for part in parts:
         arranged = compressed(problem, found, part.compression)
         tables.append({link: arranged.codec(*link) for link in used})
-    changes = []
-    for part, (before, after) in zip(parts[1:], pairwise(tables), strict=True):
-        links = tuple(
-            (StageIndex(source), StageIndex(target), after[source, target].name)
-            for source, target in used
-            if after[source, target] != before[source, target]
-        )
-        if links:
-            changes.append(CodecChange(part.from_step, links))
-    return tables[0], tuple(changes)
+    changes = (
+        CodecChange(part.from_step, tuple((StageIndex(a), StageIndex(b), table[a, b].name) for a, b in used))
+        for part, table in zip(parts[1:], tables[1:], strict=True)
+    )
+    return tables[0], tuple(changes) if used else ()
 
 
 def with_codecs(plan: Plan, cluster: Cluster, workload: Workload, job: JobView) -> Plan:

@@ -9,7 +9,14 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
+
 from fusion.base.errors import WireError
+from fusion.base.ids import StageIndex
+from fusion.compress.catalog import CodecSpec, parse_codec
+from fusion.compress.linkcodecs import Link
+from fusion.protocol.plan import link_codecs_from_proto, link_codecs_to_proto
+from fusion.wire.v1 import plan_pb2
 
 _VERSION = 1
 _NORM = struct.Struct("<B7xq")
@@ -67,3 +74,30 @@ class VerdictPass:
             raise WireError(f"verdict: {len(data)} bytes instead of {_VERDICT.size + tail_bytes}")
         tail = data[_VERDICT.size :]
         return VerdictPass(bool(flags & _APPLY), factor, norm, bool(flags & _HOLD), bool(flags & _KEEP), stable, tail)
+
+
+@dataclass(frozen=True, slots=True)
+class CodecPass:
+    """A change of codecs, in the tail of a verdict."""
+
+    revision: int  #: counts the changes under one plan
+    links: tuple[tuple[StageIndex, StageIndex, str], ...]  #: (source, target, codec)
+    from_step: int = 0  #: set by stage 0
+
+    def pack(self) -> bytes:
+        """Return the verdict's tail."""
+        links = link_codecs_to_proto(self.links)
+        return plan_pb2.CodecChange(from_step=self.from_step, links=links, revision=self.revision).SerializeToString()
+
+    @staticmethod
+    def unpack(data: bytes, stages: int) -> CodecPass:
+        """Return what `pack` packed, for a plan of so many stages; WireError if it is nothing of the kind."""
+        try:
+            message = plan_pb2.CodecChange.FromString(data)
+        except DecodeError:
+            raise WireError("verdict: its change of codecs cannot be read") from None
+        return CodecPass(message.revision, link_codecs_from_proto(message.links, stages), message.from_step)
+
+    def specs(self) -> dict[Link, CodecSpec]:
+        """Return the links' codecs."""
+        return {(int(source), int(target)): parse_codec(codec) for source, target, codec in self.links}

@@ -157,6 +157,11 @@ class StageCoder:
         """Return the codec of a link at a step."""
         return self._codecs.at(step).of(source, target)
 
+    @property
+    def newest_revision(self) -> int:
+        """The revision of the last change that was taken; 0 if there was none."""
+        return max((revision for _, revision in self._revisions), default=0)
+
     def change(self, from_step: int, links: Mapping[Link, CodecSpec], revision: int) -> None:
         """Use other codecs on some links from a step on that no message has come from yet."""
         self._codecs = self._codecs.changed(from_step, links)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import queue
 import time
@@ -19,7 +20,7 @@ from fusion.observe import failpoints
 from fusion.plan.schedule import StageSchedule
 from fusion.protocol.job import JobSpec
 from fusion.protocol.messages import MessageKind
-from fusion.protocol.passes import NormPass, VerdictPass
+from fusion.protocol.passes import CodecPass, NormPass, VerdictPass
 from fusion.runtime import machine
 from fusion.runtime.batches import Batches, Samples, tokens_per_sample, weighted_mean
 from fusion.runtime.coding import StageCoder
@@ -153,6 +154,7 @@ class StageRunner:
         self._sent_before: dict[StageIndex, int] = {}
         self._skips = 0  #: steps in a row that were skipped, so far
         self._hold_wanted = False
+        self._codecs_wanted: CodecPass | None = None
         self._versions = Versions(keeper, first_step - 1, every_steps=job.checkpoint_every_steps, last_step=job.steps)
         self.held_after: int | None = None  #: the step after which all stages hold, once that is decided
 
@@ -168,6 +170,10 @@ class StageRunner:
     def hold(self) -> None:
         """Ask for an end of the run at the next step's end, alike on all stages. Only stage 0 decides. Thread-safe."""
         self._hold_wanted = True
+
+    def recode(self, change: CodecPass) -> None:
+        """Ask for other codecs on some links, on all stages from one step on. Only stage 0 decides. Thread-safe."""
+        self._codecs_wanted = change
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all that the stage needs to go on after the step that it has done, by names that no cut changes."""
@@ -366,7 +372,18 @@ class StageRunner:
         self._mind_divergence(step, verdict.apply)
         hold = self._hold_wanted and step < self._job.steps
         keep = not hold and self._versions.wanted(step, safe) and not failpoints.reach("stage.keep", step=step)
-        self._obey(step, VerdictPass(verdict.apply, verdict.factor, verdict.norm, hold, keep, safe), state)
+        tail = self._codec_change(step)
+        self._obey(step, VerdictPass(verdict.apply, verdict.factor, verdict.norm, hold, keep, safe, tail), state)
+
+    def _codec_change(self, step: int) -> bytes:
+        """Return the wanted codecs, packed, at stage 0: for the step after the next.
+
+        Every stage has heard of it before any message of that step exists, because the next verdict waits for all.
+        """
+        wanted = self._codecs_wanted
+        if self._coder is None or wanted is None or wanted.revision <= self._coder.newest_revision:
+            return b""
+        return dataclasses.replace(wanted, from_step=step + 2).pack()
 
     def _mind_divergence(self, step: int, finite: bool) -> None:
         """A step may be skipped; one after the other, the model no longer learns, and never will again."""
@@ -399,6 +416,9 @@ class StageRunner:
         if self.stage + 1 < self._role.stages:
             key = Key(MessageKind.VERDICT, step, 0, 0)
             self._outbox.send_numbers(StageIndex(self.stage + 1), key, verdict.pack())
+        if verdict.tail and self._coder is not None:
+            change = CodecPass.unpack(verdict.tail, self._role.stages)
+            self._coder.change(change.from_step, change.specs(), change.revision)
         self._versions.stable(verdict.stable)
 
     def _evaluate(self, step: int, micro_batch: int, state: _StepState) -> None:

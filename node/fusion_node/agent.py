@@ -21,6 +21,7 @@ from fusion_node.events import (
     Action,
     Assigned,
     Assignment,
+    CodecsOrdered,
     Event,
     Exit,
     Forget,
@@ -32,6 +33,7 @@ from fusion_node.events import (
     Leave,
     Left,
     Note,
+    RecodeWorker,
     Register,
     Registered,
     RegisterFailed,
@@ -151,7 +153,9 @@ class Agent:
             case StopOrdered():
                 self._stop_ordered(event)
             case HoldOrdered():
-                self._hold_ordered(event)
+                self._ordered(event, HoldWorker())
+            case CodecsOrdered():
+                self._ordered(event, RecodeWorker(event.change))
             case WorkerReported():
                 self._worker_reported(event.report, now_s)
             case WorkerExited():
@@ -309,12 +313,13 @@ class Agent:
         if event.epoch in (0, self._newest.get(event.job, 0)):  # a newer epoch may still start from what is kept
             self._do(Forget(event.job))
 
-    def _hold_ordered(self, event: HoldOrdered) -> None:
+    def _ordered(self, event: HoldOrdered | CodecsOrdered, action: Action) -> None:
+        """Pass a command on to the worker that it is meant for, while that works."""
         worker = self._worker
         if event.incarnation != self.incarnation or worker is None or worker.stopping or worker.ended:
             return
         if (event.job, event.epoch) == (worker.assignment.ref.job, worker.assignment.ref.epoch):
-            self._do(HoldWorker())
+            self._do(action)
 
     # ---- the worker ----
 

@@ -33,7 +33,7 @@ from fusion_node.control import Control, may_pass
 from fusion_node.emulation import as_emulated
 from fusion_node.events import Action, Assignment, Event, StageRef
 from fusion_node.hardware import Hardware, Limits, look
-from fusion_node.ipc import WorkerConfig
+from fusion_node.ipc import Hold, Recode, WorkerConfig
 from fusion_node.localport import EmulateSpeed, listening
 from fusion_node.outbox import Outbox
 from fusion_node.probes import ProbePort, measure
@@ -234,7 +234,9 @@ class Daemon:
                 log.info("stopping the worker", extra=fields(reason=action.reason, grace_s=action.grace_s))
                 self._supervisor.stop(action.reason, action.grace_s, action.ask)
             case events.HoldWorker():
-                self._supervisor.hold()
+                self._supervisor.tell(Hold())
+            case events.RecodeWorker():
+                self._supervisor.tell(action.change)
             case events.Forget():
                 self._states.clear(action.job)
             case events.LeaseWorker():
@@ -442,6 +444,10 @@ class Daemon:
                 self._spawn(self._clerk.upload(self._credentials, upload.job_id, set(upload.digests)), "upload")
             case "report_states":
                 self._clerk.report()
+            case "codecs":
+                order = command.codecs
+                change = Recode(order.revision, tuple((one.source, one.target, one.codec) for one in order.links))
+                self._events.put_nowait(events.CodecsOrdered(incarnation, order.job_id, order.epoch, change))
             case "probe":
                 self._probes.service.let_in(command.probe.callers)
                 if command.probe.targets:

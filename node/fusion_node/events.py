@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion_node.ipc import Cause, LogEntry, Report, StageStateReport, StepReport
+from fusion_node.ipc import Cause, LogEntry, Recode, Report, StageStateReport, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,16 @@ class HoldOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecsOrdered:
+    """A command to use other codecs in an epoch from one of the next steps on."""
+
+    incarnation: int
+    job: str
+    epoch: int
+    change: Recode
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReported:
     """A line of the worker."""
 
@@ -145,6 +155,7 @@ Event = (
     | Assigned
     | StopOrdered
     | HoldOrdered
+    | CodecsOrdered
     | WorkerReported
     | WorkerExited
     | Signalled
@@ -199,6 +210,13 @@ class StopWorker:
 @dataclass(frozen=True, slots=True)
 class HoldWorker:
     """Ask the worker to hold at a step's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecodeWorker:
+    """Ask the worker to use other codecs from one of the next steps on."""
+
+    change: Recode
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +289,7 @@ Action = (
     | StartWorker
     | StopWorker
     | HoldWorker
+    | RecodeWorker
     | Forget
     | LeaseWorker
     | ReportStates

@@ -63,6 +63,13 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
     """End at the next step's end, alike on all stages, and say "held". For the worker of stage 0."""
 
 
+class Recode(msgspec.Struct, frozen=True, tag="recode"):
+    """Use other codecs from one of the next steps on, alike on all stages. For the worker of stage 0."""
+
+    revision: Count
+    links: tuple[tuple[Index, Index, str], ...]  #: (source, target, codec)
+
+
 class Emulate(msgspec.Struct, frozen=True, tag="emulate"):
     """Lab only: stand for a device of another speed from now on."""
 
@@ -154,7 +161,7 @@ class StateUploaded(msgspec.Struct, frozen=True, tag="uploaded"):
     step: Count
 
 
-Command = Stop | Hold | Emulate | Lease
+Command = Stop | Hold | Recode | Emulate | Lease
 Report = StageStateReport | StepReport | LogEntry | Progress | StateUploaded
 
 
@@ -245,11 +252,12 @@ class WorkerChannel:
         on_orphaned: Callable[[], None] = exit_orphaned,
         on_hold: Callable[[], None] = lambda: None,
         on_emulate: Callable[[float], None] = lambda _flops: None,
+        on_recode: Callable[[Recode], None] = lambda _change: None,
     ) -> None:
         """Start two daemon threads: one waits for commands, one sends signs of life every PROGRESS_INTERVAL_S.
 
-        `on_stop(reason)`, `on_hold()` and `on_emulate(flops)` are called on the first one's thread for the commands of
-        these names; `on_orphaned()` once the daemon is gone.
+        `on_stop(reason)`, `on_hold()`, `on_emulate(flops)` and `on_recode(change)` are called on the first one's thread
+        for the commands of these names; `on_orphaned()` once the daemon is gone.
         When the lease ends, `on_stop` comes too, and soon after it the process's end.
         """
 
@@ -259,6 +267,8 @@ class WorkerChannel:
                     on_stop(command.reason)
                 case Hold():
                     on_hold()
+                case Recode():
+                    on_recode(command)
                 case Emulate():
                     on_emulate(command.flops)
                 case Lease():

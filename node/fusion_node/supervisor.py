@@ -25,6 +25,7 @@ from fusion_node.ipc import (
     Hold,
     Lease,
     LogEntry,
+    Recode,
     Stop,
     WorkerConfig,
     decode_report,
@@ -161,11 +162,11 @@ class Supervisor:
             self._timers.append(loop.call_later(grace_s / 2, self._signal, process, signal.SIGTERM))
         self._timers.append(loop.call_later(grace_s, self._signal, process, signal.SIGKILL))
 
-    def hold(self) -> None:
-        """Ask the worker to hold at a step's end."""
+    def tell(self, command: Hold | Recode) -> None:
+        """Pass a command on to the worker, if there is one."""
         process = self._process
         if process is not None and process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.write(encode(Hold()))
+            process.stdin.write(encode(command))
 
     def emulate(self, flops: float) -> None:
         """Tell the worker, if there is one, to stand for a device of this speed."""

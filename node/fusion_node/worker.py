@@ -26,12 +26,13 @@ from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
 from fusion.graph.partition import Partition, partition, stage_cost
 from fusion.observe import history
-from fusion.plan.codecs import codec_schedule
+from fusion.plan.codecs import codec_schedule, plan_with_change
 from fusion.plan.plan_simulation import schedules_of
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import BlobRef, DataSpec, JobSpec, job_from_proto
-from fusion.protocol.plan import Resume, plan_from_proto, resume_from_proto
+from fusion.protocol.passes import CodecPass
+from fusion.protocol.plan import Resume, plan_from_proto, plan_to_proto, resume_from_proto
 from fusion.runtime.coding import StageCoder
 from fusion.runtime.data import DataSet, files_needed, open_data
 from fusion.runtime.executor import ShardExecutor
@@ -48,7 +49,7 @@ from fusion.transport.frames import DEFAULT_WINDOW_BYTES
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
 from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
-from fusion_node.ipc import Cause, StateName, StateUploaded, StepReport, WorkerChannel, WorkerConfig
+from fusion_node.ipc import Cause, Recode, StateName, StateUploaded, StepReport, WorkerChannel, WorkerConfig
 from fusion_node.linkmeter import LinkMeter
 from fusion_node.safekeeping import Safekeeping, partners
 from fusion_node.stagestate import HandedOn, foreign_parameters, load_stage, tensor_digest
@@ -142,6 +143,22 @@ class Worker:
         self._hold_wanted = True
         if self._runner is not None:
             self._runner.hold()
+
+    def recode(self, change: Recode) -> None:
+        """Ask for other codecs from one of the next steps on; may be called from any thread.
+
+        What makes no sense is refused with a line in the log, and the run goes on as it was.
+        """
+        if self._runner is None or self._coder is None:
+            return  # it is asked for again
+        links = tuple((StageIndex(source), StageIndex(target), codec) for source, target, codec in change.links)
+        try:
+            plan = plan_with_change(self._task.plan, self._task.job.steps + 1, links)
+            codec_schedule(plan_from_proto(plan_to_proto(plan)))
+        except FusionError as error:
+            self._channel.log("warning", f"change of codecs refused: {error}")
+            return
+        self._runner.recode(CodecPass(change.revision, links))
 
     def emulate(self, flops: float) -> None:
         """Stand for a device of this speed from now on; may be called from any thread."""
@@ -465,7 +482,7 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # strict determinism on CUDA asks for it
     try:
         worker = Worker(channel.read_config(), channel)
-        channel.watch(worker.stop, on_hold=worker.hold, on_emulate=worker.emulate)
+        channel.watch(worker.stop, on_hold=worker.hold, on_emulate=worker.emulate, on_recode=worker.recode)
         worker.run()
     except PeerLostError as error:
         channel.state("failed", str(error), cause="peer-lost", peer_stage=error.peer)

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusion.base.ids import StageIndex
 from fusion.compress.catalog import parse_pair
 from fusion.compress.linkcodecs import CodecSchedule, LinkCodecs
 from fusion.graph.partition import partition
+from fusion.protocol.passes import CodecPass
 from fusion.runtime.local import LocalResult, compute_settings, make_coders, make_runners
 from tests.integration.test_exact_training import gpt_training, resnet_training, same
 from tests.support.training import Training, spread_cuts
@@ -95,9 +97,6 @@ def test_the_codecs_of_a_schedule_begin_with_their_step(gpt: Training) -> None:
     assert losses(gpt.run(cuts, codecs=one_way))[0] == losses(plain)[0]  # gradients come after the first loss
 
 
-def hold_and_go_on(training: Training, first_cuts: list[int], then_cuts: list[int], codecs: CodecSchedule) -> None: ...
-
-
 @pytest.mark.parametrize("text", ["int8/topk:16+ef", "lowrank:4/lowrank:8+ef", "int4", "mask:1/4"])
 def test_a_run_that_goes_on_from_its_state_equals_the_undisturbed_run(gpt: Training, text: str) -> None:
     cuts, codecs = spread_cuts(gpt, 3), always(text)
@@ -129,3 +128,25 @@ def test_a_run_that_goes_on_from_its_state_equals_the_undisturbed_run(gpt: Train
     assert done + losses(after) == losses(undisturbed)
     assert all(torch.equal(after.tensors[name], undisturbed.tensors[name]) for name in undisturbed.tensors)
     assert after.tensors.keys() == undisturbed.tensors.keys()
+
+
+def test_codecs_asked_for_while_it_runs_change_on_all_stages_with_the_same_step(gpt: Training) -> None:
+    """As if they had been planned: both ends of every link, from the second step after the asking on."""
+    cuts, spec = spread_cuts(gpt, 3), replace(gpt.spec, steps=6)
+    parts = partition(gpt.captured.graph, cuts)
+    asked = CodecPass(1, ((StageIndex(0), StageIndex(1), "int4"), (StageIndex(2), StageIndex(1), "topk:8+ef")))
+    done: list[float] = []
+    with compute_settings(spec):
+        coders = make_coders(spec, parts, always("bf16"))
+        take = [gpt.captured.tensors, gpt.data, gpt.eval_data, lambda step: done.append(step.loss)]
+        runners = make_runners(spec, parts, *take, coders=coders)
+        while not all(runner.finished for runner in runners):
+            if len(done) == 1:
+                runners[0].recode(asked)
+            assert any(runner.advance() for runner in runners)
+    begin = next(step for step in range(1, 7) if coders[StageIndex(0)].revision(step) == 1)
+    assert 3 <= begin <= 5
+    assert {coder.revision(6) for coder in coders.values()} == {1}
+    planned = always("bf16").changed(begin, asked.specs())
+    assert done == losses(gpt.run(cuts, codecs=planned, steps=6))
+    assert done != losses(gpt.run(cuts, codecs=always("bf16"), steps=6))

@@ -145,6 +145,7 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
         if any(not 1 <= part.step <= job.steps for part in request.steps):
             raise WireError(f"step must be 1..{job.steps}, the job has no others")
         controller.replanner.steps(job, request.steps, controller.links)
+        await controller.replanner.recoder.steps(job, request.steps)
         progress = await controller.job_progress(job)
         await controller.progress.add(progress, request.steps, request.logs)
         return node_pb2.MetricsReportResponse()

@@ -23,6 +23,7 @@ _APPLY: dict[type, Callable[[Any, State], State]] = {
     events.StageMoved: jobs.stage_moved,
     events.JobMoves: jobs.job_moves,
     events.JobStays: jobs.job_stays,
+    events.JobRecoded: jobs.job_recoded,
     events.NodeDrains: members.node_drains,
     events.JobHolds: recovery.job_holds,
     events.JobBroke: recovery.job_broke,

@@ -192,6 +192,15 @@ class CheckpointDropped(Event, frozen=True):
     step: int
 
 
+class JobRecoded(Event, frozen=True):
+    """The links of a running job have other codecs since a step: the plan in force, with that written in it."""
+
+    job: JobId
+    epoch: int
+    plan: bytes
+    reason: str
+
+
 class JobEnded(Event, frozen=True):
     """A job failed or was cancelled. (It succeeds by the last StageMoved to FINISHED.)"""
 
@@ -212,6 +221,7 @@ AnyEvent = (
     | StageMoved
     | JobMoves
     | JobStays
+    | JobRecoded
     | NodeDrains
     | JobHolds
     | JobBroke

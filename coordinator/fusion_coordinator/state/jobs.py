@@ -9,6 +9,7 @@ from fusion_coordinator.state.events import (
     JobEnded,
     JobMoves,
     JobPlanned,
+    JobRecoded,
     JobStays,
     JobSubmitted,
     JobWaits,
@@ -107,6 +108,14 @@ def job_stays(event: JobStays, state: State) -> State:
     if job.next is None or job.holds:
         raise impossible(event, job)
     return with_job(state, replace(job, reason="", next=None))
+
+
+def job_recoded(event: JobRecoded, state: State) -> State:
+    """Write a change of codecs into the plan in force; cuts and nodes stay."""
+    job = state.jobs[event.job]
+    if not job.state.active or event.epoch != job.epoch:
+        raise impossible(event, job)
+    return with_job(state, replace(job, plan=event.plan))
 
 
 def _moved(job: JobRecord, event: StageMoved) -> JobRecord:
