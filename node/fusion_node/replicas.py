@@ -10,6 +10,7 @@ import os
 import queue
 import struct
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
@@ -27,7 +28,8 @@ from fusion.protocol.messages import MessageHeader, MessageKind
 from fusion.transport.base import Incoming, Outgoing
 from fusion_node.statefiles import Kept, StateFiles
 
-PART_BYTES = 512 * KIB  #: of a replica in one message: one frame, so that values and gradients pass between two
+PART_BYTES = 64 * KIB  #: of a replica in one message: values and gradients pass between two, and wait for no more
+LINK_SHARE = 0.1  #: of the time that replicas may be under way: they fill a slow link, and steps take longer meanwhile
 _ANNOUNCEMENT = struct.Struct("<BxxxIQ32s")
 _ANSWER = struct.Struct("<BB6x32s")
 _VERSION = 1
@@ -57,6 +59,7 @@ class ReplicaSender:
         self._holder, self._name, self._send, self._log = holder, holder_name, send, log
         self._lock = threading.Lock()
         self._settled: str = ""  #: digest of the newest that the holder has answered for good
+        self._sent_s = self._rest_until_s = 0.0  #: monotonic
         self._under_way: tuple[Kept, Path] | None = None
         self._tries = 0
         self._complained = False
@@ -65,11 +68,12 @@ class ReplicaSender:
         """Send a state in the background."""
         with self._lock:
             self._under_way, self._tries = (kept, path), 1
+            self._sent_s = time.monotonic()
         self._queue(kept, path)
 
     def settled(self, kept: Kept) -> bool:
-        """Whether the holder has it, or has said that it cannot."""
-        return self._settled == kept.blob.digest
+        """Whether the holder has it, or has said that it cannot, and the link had its rest: the next may follow."""
+        return self._settled == kept.blob.digest and time.monotonic() >= self._rest_until_s
 
     def answered(self, payload: bytes) -> None:
         """Take the holder's answer; WireError if it is none."""
@@ -84,6 +88,7 @@ class ReplicaSender:
             again = word == Answer.DAMAGED and self._tries < _TRIES
             self._tries += 1
             if not again:
+                self._rest_until_s = self._sent_s + (time.monotonic() - self._sent_s) / LINK_SHARE
                 self._settled, self._under_way = digest, None
         if again:
             self._log("warning", f"replica of step {kept.step} arrived damaged at {self._name}; sent again")
