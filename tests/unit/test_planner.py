@@ -105,9 +105,9 @@ def test_the_codec_of_every_link_is_in_the_plan() -> None:
     codecs = plan_workload(machines, load, replace(SGD, micro_batches=2, compression="auto:7.5"))
     assert {link.codec for link in dense.plan.links} == {"none"}
     assert codecs.plan.step_s < dense.plan.step_s / 3
-    strong = [link for link in codecs.plan.links if link.codec == "int4"]
+    strong = [link for link in codecs.plan.links if link.codec == "int6"]
     assert strong
-    assert strong[0].ratio == pytest.approx(64 * 4 / (64 / 2 + 2), rel=1e-3)
+    assert strong[0].ratio == pytest.approx(64 * 4 / (64 * 6 / 8 + 2), rel=1e-3)
     assert strong[0].bytes_per_step == 2_000_000  # before the codec
 
 

@@ -22,11 +22,11 @@ from tests.support.planner import GIGA, chain_load, cluster, node, problem
 
 
 def wanted(text: str) -> Compression:
-    (phase,) = parse_compression(text)
+    phase, *_ = parse_compression(text)
     return phase.compression
 
 
-AUTO = wanted("auto")
+AUTO = wanted("auto:6.7")
 
 
 def never() -> bool:
@@ -237,7 +237,8 @@ def test_relaxed_codecs_are_few_and_mild_and_only_where_the_time_needs_them() ->
     slow = {(nodes[x].node, nodes[y].node): Link(1e6) for x, y in ((1, 2), (2, 1))}
     of = problem(chain_load(4), cluster(nodes, LinkTable(slow, default=Link(1e9))))
     ladder = wanted("auto:8").ladder()
-    strong = Arrangement((0, 1, 2, 3), (0, 1, 2, 3, 4), ladder.both, np.full((4, 4), len(ladder) - 1))
+    strongest = np.triu(np.full((4, 4), len(ladder) - 1)) + np.tril(np.full((4, 4), 2 * len(ladder) - 1), -1)
+    strong = Arrangement((0, 1, 2, 3), (0, 1, 2, 3, 4), ladder.both, strongest)
     limit_s = SLACK * of.step_s(strong)
     found = relax(of, strong, ladder, limit_s)
     assert of.step_s(found) <= limit_s
@@ -271,6 +272,23 @@ def names(ladder: Ladder) -> list[tuple[str, str]]:
 
 def test_auto_uses_no_codec_beyond_its_limit() -> None:
     assert names(wanted("auto:4").ladder()) == [("none", "none"), ("bf16", "bf16"), ("int8", "int8")]
-    assert names(AUTO.ladder())[-1] == ("int8", "int4")  # 5.1 times fewer bytes
-    assert names(wanted("auto:7").ladder()) == names(AUTO.ladder())
-    assert names(wanted("auto:7.5").ladder())[-1] == ("int4", "int4")
+    assert names(wanted("auto:5.1").ladder())[-1] == ("int8", "int4+dither")
+    assert names(AUTO.ladder())[-1] == ("int6", "int3+dither")  # 2 / (6.25 / 32 + 3.25 / 32) = 6.7 times fewer bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "phases"),
+    [
+        ("auto", [(None, "mask:1/4"), (0.7, "int6")]),
+        ("auto:12", [(None, "mask:3/8"), (0.7, "int6")]),
+        ("auto,0>1=bf16", [(None, "mask:1/4"), (0.7, "int6")]),
+        ("auto:6.7", [(None, "int6")]),
+        ("auto:4", [(None, "int8")]),
+        ("auto int8@90%", [(None, "int6"), (0.9, "int8")]),
+        ("auto:31 auto:4@50%", [(None, "mask:1/8"), (0.5, "int8")]),
+    ],
+)
+def test_auto_by_itself_is_stronger_early_and_milder_towards_the_end(text: str, phases: list[object]) -> None:
+    found = parse_compression(text)
+    assert [(phase.from_share, phase.compression.ladder().forward[-1].name) for phase in found] == phases
+    assert all(phase.compression.links == found[0].compression.links for phase in found)
