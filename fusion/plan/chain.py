@@ -63,7 +63,7 @@ class Chain:
         self._level_back: Ints = np.where(together.T, both.T, level_back)  #: [source, target] of a gradient
         self.there, codec_there = (_taken(part, self._level_there).T.copy() for part in (there[0], there[2]))
         self.back, codec_back = (_taken(part, self._level_back) for part in (back[0], back[2]))
-        #: there: [p, q], seconds per raw byte from q to p; back: from p to q; codec: to encode and decode it
+        #: there: [p, q], seconds that a raw byte from q to p keeps the link busy; back: from p to q; codec: the rest
         self._codec_there_s, self._codec_back_s = codec_there, codec_back
 
     def arrange(self, nodes: Sequence[int], places: Sequence[int]) -> Arrangement:
@@ -218,11 +218,13 @@ class Chain:
 
 
 def _raw_byte_s(codecs: Sequence[PlanCodec], s_per_byte: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
-    """Return [codec, source, target] seconds per raw byte on the wire, in all, and in the codec."""
+    """Return [codec, source, target] seconds per raw byte: that the link is busy, in all, and the rest of them."""
     ratio = np.array([codec.ratio for codec in codecs])[:, None, None]
-    codec_s = np.array([codec.encode_s_per_byte + codec.decode_s_per_byte for codec in codecs])[:, None, None]
+    encode_s = np.array([codec.encode_s_per_byte for codec in codecs])[:, None, None]
+    decode_s = np.array([codec.decode_s_per_byte for codec in codecs])[:, None, None]
     transfer = np.minimum(s_per_byte / ratio, _ABSENT_S_PER_BYTE)
-    return [transfer, transfer + codec_s, np.broadcast_to(codec_s, transfer.shape)]
+    busy, whole = np.maximum(transfer + encode_s, decode_s), transfer + encode_s + decode_s
+    return [busy, whole, whole - busy]
 
 
 def _taken(by_level: npt.NDArray[np.float64], level: Ints) -> Singles:

@@ -3,7 +3,9 @@
 The fill is the time of one micro-batch through all stages and links and back. The bottleneck is what one micro-batch
 keeps busy longest: a stage, one direction of a link, or a shared uplink. With "gpipe" the forwards of all
 micro-batches come before the backwards, so each of the two has a bottleneck of its own and they add up. Delays fill
-the pipeline but keep nothing busy. Tied weights add the exchange of their gradients, once a step.
+the pipeline but keep nothing busy. A link's own thread encodes a value and sends it, one after the other; another one
+at its far end decodes. Both work beside the stages, so a link is busy for the longer of the two. Tied weights add the
+exchange of their gradients, once a step.
 
 Every value is costed on the link between the stages that make and read it, also where it skips stages.
 """
@@ -224,9 +226,7 @@ class _Evaluator:
         used = self.raw > 0
         self.transfer_s = np.where(used, self.wire * np.where(used, self.s_per_byte, 0.0), 0.0)
         self.link_s = np.where(used, self.transfer_s + self.delay_s + encode + decode, 0.0)
-        forward = np.triu(encode), np.triu(decode)
-        self.forward_codec_s = forward[0].sum(axis=1) + forward[1].sum(axis=0)
-        self.codec_s = encode.sum(axis=1) + decode.sum(axis=0)
+        self.link_busy_s = np.maximum(encode + self.transfer_s, decode)
 
     def _fill(self) -> float:
         """The longest way through all stages and back; in a chain, the sum of everything."""
@@ -256,23 +256,19 @@ class _Evaluator:
 
     def _bottleneck(self) -> tuple[float, Pair]:
         if self.problem.gpipe:
-            upper = np.triu(self.transfer_s)
-            forward, _ = self._busiest(self.forward_s + self.forward_codec_s, upper, np.triu(self.wire))
-            backward_busy = self.backward_s + self.codec_s - self.forward_codec_s
-            backward, _ = self._busiest(backward_busy, self.transfer_s - upper, np.tril(self.wire))
-            both = self.transfer_s + self.transfer_s.T
-            return forward + backward, self._busiest(self._busy(), both, self.wire)[1]
-        return self._busiest(self._busy(), self.transfer_s, self.wire)
+            upper = np.triu(self.link_busy_s)
+            forward, _ = self._busiest(self.forward_s, upper, np.triu(self.wire))
+            backward, _ = self._busiest(self.backward_s, self.link_busy_s - upper, np.tril(self.wire))
+            both = self.link_busy_s + self.link_busy_s.T
+            return forward + backward, self._busiest(self.forward_s + self.backward_s, both, self.wire)[1]
+        return self._busiest(self.forward_s + self.backward_s, self.link_busy_s, self.wire)
 
-    def _busy(self) -> Floats:
-        return np.asarray(self.forward_s + self.backward_s + self.codec_s)
-
-    def _busiest(self, busy_s: Floats, transfer_s: Floats, wire: Floats) -> tuple[float, Pair]:
+    def _busiest(self, busy_s: Floats, link_s: Floats, wire: Floats) -> tuple[float, Pair]:
         stage = int(busy_s.argmax())
         longest, found = float(busy_s[stage]), (stage, stage)
-        link = int(transfer_s.argmax())
-        if transfer_s.flat[link] > longest:
-            longest, found = float(transfer_s.flat[link]), (link // self.stages, link % self.stages)
+        link = int(link_s.argmax())
+        if link_s.flat[link] > longest:
+            longest, found = float(link_s.flat[link]), (link // self.stages, link % self.stages)
         for site, seconds in self._uplinks(wire):
             if seconds > longest * (1 + _ROUNDING):
                 longest, found = seconds, (-1, site)

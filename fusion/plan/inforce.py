@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from fusion.base.errors import PlanError
+from fusion.graph.dag import Graph
+from fusion.graph.partition import partition
 from fusion.plan.codecs import NONE, link_codec
 from fusion.plan.cost import Arrangement, Evaluation, Problem
 from fusion.plan.finals import simulated_s
+from fusion.plan.need import in_flight, stage_bytes
 from fusion.plan.network import network_of
 from fusion.plan.profile import profile_of
-from fusion.plan.types import Cluster, JobView, Plan
+from fusion.plan.types import Cluster, JobView, Plan, PlannedStage
 from fusion.plan.workload import Workload
 
 
@@ -62,3 +65,32 @@ def problem_of(plan: Plan, cluster: Cluster, workload: Workload, job: JobView) -
         codecs.append(link_codec(link.codec, link.source, link.target))
     nodes = tuple(place[stage.node] for stage in plan.stages)
     return Problem(profile, network_of(cluster), job), Arrangement(nodes, places, tuple(codecs), choice)
+
+
+def with_flights(plan: Plan, cluster: Cluster, graph: Graph, workload: Workload, job: JobView) -> Plan:
+    """Return a plan that was made without a look at the links, with estimates and enough micro-batches in flight.
+
+    Never fewer than the schedule's name says, and no more than the nodes' memory and the links' times ask for.
+    """
+    evaluation = in_force(plan, cluster, workload, job).evaluation
+    parts = partition(graph, [stage.first_operator for stage in plan.stages[1:]])
+    count, limits = len(plan.stages), {node.node: node.memory_bytes for node in cluster.nodes}
+    stages: list[PlannedStage] = []
+    for index, stage in enumerate(plan.stages):
+        least = in_flight(job, index, count)
+        flights = max(least, evaluation.in_flight[index])
+        if stages:  # a stage that holds more than the one before it only waits for it
+            flights = min(flights, stages[-1].in_flight)
+        while flights > least and stage_bytes(parts, index, job, flights) > limits[stage.node]:
+            flights -= 1
+        stages.append(
+            replace(
+                stage,
+                in_flight=flights,
+                memory_bytes=stage_bytes(parts, index, job, flights),
+                memory_limit_bytes=limits[stage.node],
+                forward_s=float(evaluation.forward_s[index]),
+                backward_s=float(evaluation.backward_s[index]),
+            )
+        )
+    return replace(plan, stages=tuple(stages))

@@ -98,13 +98,13 @@ class _Stage:
 class _Output:
     """A message that a task makes: how it travels, and which instruction of the taker needs it."""
 
-    __slots__ = ("bytes", "decode_s", "encode_s", "instruction", "kind", "line", "taker")
+    __slots__ = ("bytes", "codec_s", "instruction", "kind", "line", "taker")
 
     def __init__(
         self, line: Line, kind: Kind, count: int, codec_s: tuple[float, float], taker: _Stage, instruction: int
     ) -> None:
         self.line, self.kind, self.bytes = line, kind, count
-        self.encode_s, self.decode_s = codec_s
+        self.codec_s = codec_s  #: to encode and to decode it
         self.taker, self.instruction = taker, instruction
 
 
@@ -199,8 +199,8 @@ class _Run:
             taker = output.taker
             position = step * len(taker.program) + taker.place[output.instruction, micro_batch]
             number = -1 if instruction == _SEND_TIED else micro_batch
-            message = Message(output.bytes, taker, position, output.kind, step + 1, number, output.decode_s)
-            output.line.send(now_s, message, output.encode_s)
+            message = Message(output.bytes, taker, position, output.kind, step + 1, number, *output.codec_s)
+            output.line.send(now_s, message)
 
     def _pass_norm(self, now_s: float, stage: _Stage, step: int) -> None:
         if stage.index:

@@ -54,15 +54,17 @@ class Message(NamedTuple):
     kind: Kind
     step: int
     micro_batch: int
+    encode_s: float = 0.0
     decode_s: float = 0.0
 
 
 class Line:
-    """A wire at work: encoder, queue, the bytes on the wire, and decoder, each one message at a time in FIFO order.
+    """A wire at work: a queue, a thread that encodes and sends, and one that decodes, each one message at a time.
 
-    Encoding, sending and decoding overlap with each other and with all compute. A message starts once its bytes fit
-    into the credit window, or once nothing else is outstanding; its credit returns one delay after the far stage has
-    begun to use it. Control messages need no credit and overtake bulk at the next chunk.
+    Both threads work beside each other and beside all compute; a message is not encoded while another is being sent.
+    A message starts once its bytes fit into the credit window, or once nothing else is outstanding; its credit returns
+    one delay after the far stage has begun to use it. Control messages need no credit and overtake bulk at the next
+    chunk.
     """
 
     def __init__(self, wire: Wire, back_delay_s: float, events: Events, spans: list[Span] | None) -> None:
@@ -80,7 +82,9 @@ class Line:
         self._size = 0.0
         self._began_s = 0.0
         self._version = 0  #: of the arrangement for the end of the message on the wire; older ones are void
-        self._encoder_free_s = self._decoder_free_s = self._urgent_free_s = 0.0
+        self._encoding: Message | None = None
+        self._encoded: Message | None = None  #: waits for control messages only
+        self._decoder_free_s = self._urgent_free_s = 0.0
         self._outstanding = self._queued = self._buffered = 0
         self._blocked_since_s: float | None = None
         self._bytes, self._busy_s, self._blocked_s = 0, 0.0, 0.0
@@ -90,19 +94,12 @@ class Line:
         """Go through the wire's shared pipes."""
         self._sharing = sharing
 
-    def send(self, now_s: float, message: Message, encode_s: float) -> None:
-        """Encode a bulk message and send it after those before it."""
+    def send(self, now_s: float, message: Message) -> None:
+        """Encode and send a bulk message after those before it."""
         self._queued += message.bytes
         self._queued_peak = max(self._queued_peak, self._queued)
-        start_s = max(now_s, self._encoder_free_s)
-        end_s = start_s + encode_s
-        if end_s <= now_s:
-            self._ready(now_s, message)
-            return
-        self._encoder_free_s = end_s
-        if encode_s:
-            self._note(message, start_s, end_s, Kind.ENCODE)
-        self._events.at(end_s, self._ready, message)
+        self._bulk.append(message)
+        self._start(now_s)
 
     def send_control(self, now_s: float, message: Message) -> None:
         """Send a small message ahead of bulk."""
@@ -141,7 +138,7 @@ class Line:
 
     def blocked(self) -> str | None:
         """Return, in words, why the line stands still although something waits; None if it does not."""
-        if self._active is not None or not self._bulk:
+        if self._active is not None or self._encoding is not None or not self._bulk:
             return None
         return (
             f"link {self.wire.source} → {self.wire.target} has no credit for {self._bulk[0].bytes} bytes: "
@@ -161,10 +158,15 @@ class Line:
             buffered_peak_bytes=self._buffered_peak,
         )
 
-    def _ready(self, now_s: float, message: Message) -> None:
-        self._bulk.append(message)
-        if self._active is None:
-            self._start(now_s)
+    def _encode(self, now_s: float, message: Message) -> None:
+        self._encoding = message
+        end_s = now_s + message.encode_s
+        self._note(message, now_s, end_s, Kind.ENCODE)
+        self._events.at(end_s, self._end_encoding, message)
+
+    def _end_encoding(self, now_s: float, message: Message) -> None:
+        self._encoding, self._encoded = None, message
+        self._start(now_s)
 
     def _credit(self, now_s: float, count: int) -> None:
         self._outstanding -= count
@@ -173,10 +175,12 @@ class Line:
 
     def _start(self, now_s: float) -> None:
         """Put the next message on the wire, if it is free and one may go."""
-        if self._active is not None:
+        if self._active is not None or self._encoding is not None:
             return
         if self._urgent:
             message = self._urgent.popleft()
+        elif self._encoded is not None:
+            message, self._encoded = self._encoded, None
         elif self._bulk:
             count = self._bulk[0].bytes
             if self._outstanding and self._outstanding + count > self._window:
@@ -188,6 +192,9 @@ class Line:
             if self._blocked_since_s is not None:
                 self._blocked_s += now_s - self._blocked_since_s
                 self._blocked_since_s = None
+            if message.encode_s:
+                self._encode(now_s, message)
+                return
         else:
             return
         self._active = message

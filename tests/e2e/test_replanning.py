@@ -41,6 +41,7 @@ SETTINGS = {
     "sweep_s": 0.2,
     "replan_s": 0.5,  # a look every second step is what counts
     "replan_hold_off_s": 2.0,
+    "replan_ratio": 1.4,
 }
 
 
@@ -123,7 +124,7 @@ async def train(scene: Scene, job: fusion.Job) -> tuple[list[fusion.StepMetrics]
     async with AsyncExitStack() as stack:
         await scene.start(stack)
         run = await asyncio.to_thread(job.submit, scene.coordinator.address, scene.coordinator.admin())
-        await until(lambda: run.status().step >= FALLS_AFTER, scene.tasks[0], 90, 0.1)
+        await until(lambda: run.status().step >= FALLS_AFTER, scene.tasks[0], 180, 0.1)
         first = [stage.node_name for stage in run.status().stages[:2]]
         await scene.slow_down(*first)
         await until(lambda: epoch_of(run) > 1, scene.tasks[0], 120, 0.2)

@@ -138,14 +138,14 @@ def test_the_norm_grows_with_the_tensors_behind() -> None:
     assert sizes[0, 1] == sizes[1, 2] == CONTROL_BYTES
 
 
-def test_encoding_sending_and_decoding_overlap() -> None:
+def test_a_links_thread_encodes_and_sends_in_turn_and_another_decodes_meanwhile() -> None:
     pipeline = line([0, 0], [0, 0], "gpipe", 3, bytes_each=30, rate=10)  # 3 s on the wire
     edge = replace(pipeline.edges[0], forward_encode_s=2, forward_decode_s=1, backward_bytes=None)
     result = simulate(replace(pipeline, edges=[edge]))
-    assert [span.start_s for span in spans(result, Kind.ENCODE, 0, 1)] == [0, 2, 4]
-    assert [span.start_s for span in spans(result, Kind.ACTIVATION, 0, 1)] == [2, 5, 8]
-    assert [span.start_s for span in spans(result, Kind.DECODE, 0, 1)] == [5, 8, 11]
-    assert result.steps[0].backward_end_s == 12
+    assert [span.start_s for span in spans(result, Kind.ENCODE, 0, 1)] == [0, 5, 10]
+    assert [span.start_s for span in spans(result, Kind.ACTIVATION, 0, 1)] == [2, 7, 12]
+    assert [span.start_s for span in spans(result, Kind.DECODE, 0, 1)] == [5, 10, 15]
+    assert result.steps[0].backward_end_s == 16
 
 
 def test_a_decoder_takes_one_message_at_a_time() -> None:
