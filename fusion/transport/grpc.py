@@ -225,6 +225,11 @@ class GrpcTransport:
         """Queue a message and return at once. After the peer is lost or has left, messages to it are dropped."""
         self._peers[target].outbox.put(message)
 
+    def rates(self) -> dict[StageIndex, float]:
+        """Return the goodput to each peer in bytes per second, as acknowledgements show it; those that are known."""
+        found = {stage: peer.outbox.goodput.bytes_per_s for stage, peer in self._peers.items()}
+        return {stage: rate for stage, rate in found.items() if rate > 0}
+
     def bytes_sent(self) -> dict[StageIndex, int]:
         """Return payload bytes sent to each peer so far."""
         return {stage: peer.outbox.counters.payload_bytes for stage, peer in self._peers.items()}

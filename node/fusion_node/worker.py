@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,7 @@ class Worker:
         self._safekeeping: Safekeeping | None = None
         self._handed_on: HandedOn | None = None
         self._meter: LinkMeter | None = None
+        self._rates: Callable[[], Mapping[StageIndex, float]] = dict
         self._coder: StageCoder | None = None
         self._passes = 0
         self._step = 0
@@ -240,6 +241,7 @@ class Worker:
         )
         transport = self._make_transport(parts)
         self._meter = LinkMeter(transport.counters, coder)
+        self._rates = transport.rates
         schedule = schedules_of(plan)[stage]
         start = 0 if resume is None else resume.step
         self._handed_on = HandedOn(executor, parts, f"{self._task.job_id}.e{plan.epoch}.s{stage}")
@@ -415,6 +417,8 @@ class Worker:
         if history.active():
             self._note_step(record)
         sending, received = self._meter.step(record.step, record.waited_s)
+        for peer, rate in self._rates().items():
+            self._coder.set_rate(peer, rate)
         self._channel.report(
             StepReport(
                 step=record.step,
