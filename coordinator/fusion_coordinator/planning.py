@@ -15,7 +15,7 @@ from fusion.base.ids import NodeId
 from fusion.graph.dag import Graph
 from fusion.plan.codecs import plan_at
 from fusion.plan.equal_compute import plan as by_equal_compute
-from fusion.plan.inforce import in_force, problem_of
+from fusion.plan.inforce import in_force, problem_of, with_flights
 from fusion.plan.phases import compressed, stretches, with_codecs
 from fusion.plan.planner import Options, make_plan
 from fusion.plan.replicas import with_replicas
@@ -194,7 +194,7 @@ def _planned(cluster: Cluster, graph: Graph, job: JobView, method: str) -> Plan:
 
 def _divided(cluster: Cluster, graph: Graph, workload: Workload, job: JobView) -> Plan:
     plan = with_codecs(by_equal_compute(cluster, graph, job), cluster, workload, job)
-    return with_replicas(plan, cluster)
+    return with_replicas(with_flights(plan, cluster, graph, workload, job), cluster)
 
 
 def measured(cluster: Cluster) -> bool:

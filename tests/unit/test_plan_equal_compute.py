@@ -12,10 +12,12 @@ from fusion.base.ids import Incarnation, NodeId
 from fusion.graph.dag import Cost
 from fusion.graph.partition import legal_cuts, partition
 from fusion.plan import plan
+from fusion.plan.inforce import with_flights
 from fusion.plan.need import in_flight, operator_work, shard_work, stage_bytes
 from fusion.plan.schedule import make_schedule, most_in_flight
 from fusion.plan.spans import spans_of
-from fusion.plan.types import Cluster, ClusterNode, JobView
+from fusion.plan.types import Cluster, ClusterNode, JobView, Link, LinkTable
+from fusion.plan.workload import workload_of
 from tests.support.graphs import GraphBuilder
 
 GFLOP = 1e9
@@ -284,3 +286,34 @@ def test_stated_cuts_that_cannot_be_are_an_error():
 def test_stated_cuts_find_the_nodes_with_enough_memory():
     machines = cluster(node(0, 9 * GFLOP, 10), node(1), node(2))
     assert [stage.node_name for stage in plan(machines, layers([1e6] * 4), job(cuts=(2,))).stages] == ["n1", "n2"]
+
+
+# ---- micro-batches in flight for the links ----
+
+
+def with_links(found, machines, graph, view, delay_s):
+    linked = Cluster(machines.nodes, LinkTable(default=Link(1e12, delay_s)))
+    return with_flights(found, linked, graph, workload_of(graph), view)
+
+
+def test_slow_links_get_more_micro_batches_in_flight_than_1f1b_has():
+    graph, machines, view = layers([GFLOP] * 4), nodes(2), job(micro_batches=16)
+    found = plan(machines, graph, view)  # two stages of 2 s forward and 4 s backward
+    assert [stage.in_flight for stage in with_links(found, machines, graph, view, 0.0).stages] == [2, 1]
+    # a micro-batch comes back to stage 0 after 6 + 12 + 6 s, in which it could have run three more
+    far = with_links(found, machines, graph, view, 6.0)
+    assert [stage.in_flight for stage in far.stages] == [4, 1]
+    assert [(stage.forward_s, stage.backward_s) for stage in far.stages] == [(pytest.approx(2), pytest.approx(4))] * 2
+
+
+def test_memory_limits_the_micro_batches_in_flight_but_not_below_the_schedules_own():
+    graph, view = layers([GFLOP] * 4), job(micro_batches=16)
+    found = plan(nodes(2), graph, view)
+    parts = partition(graph, [found.stages[1].first_operator])
+    three, least = (stage_bytes(parts, 0, view, flights) for flights in (3, 2))
+    tight = cluster(node(0, memory_bytes=three), node(1))
+    assert [stage.in_flight for stage in with_links(found, tight, graph, view, 6.0).stages] == [3, 1]
+    full = cluster(node(0, memory_bytes=least), node(1))
+    stages = with_links(found, full, graph, view, 6.0).stages
+    assert [stage.in_flight for stage in stages] == [2, 1]
+    assert stages[0].memory_bytes == least
