@@ -21,14 +21,18 @@ GRACE_S = 8.0
 
 def main() -> None:
     """Run the module that the command line names."""
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    parent, (ours, passed_on) = os.dup(0), os.pipe()
+    os.dup2(ours, 0)
+    os.close(ours)
+    threading.Thread(target=_end_with_parent, args=(parent, passed_on), name="parent-watch", daemon=True).start()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-def _end_with_parent() -> None:
-    while os.read(sys.__stdin__.fileno() if sys.__stdin__ else 0, 1):
-        pass
+def _end_with_parent(parent: int, passed_on: int) -> None:
+    """Pass on to the module what the parent says; when it says no more, it is gone."""
+    while said := os.read(parent, 2**16):
+        os.write(passed_on, said)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     if os.getpgid(0) == os.getpid():

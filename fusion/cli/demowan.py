@@ -12,7 +12,8 @@ from fusion.base.errors import UnreachableError
 from fusion.base.units import format_rate
 from fusion.cli.helpers import Helper, Helpers, last_line
 from fusion.cli.wan import Machine, WanConfig, WanLink, default_topology
-from fusion.plan.types import Cluster, ClusterNode, Uplink, site_of
+from fusion.cli.wanfaults import Fault
+from fusion.plan.types import Cluster, ClusterNode, Link, Uplink, site_of
 
 _START_S = 20.0
 
@@ -29,6 +30,7 @@ class DemoWan:
     def __init__(self, config: WanConfig, links: Mapping[tuple[str, str], str], summary: str, directory: Path) -> None:
         """Files are put into `directory`; see `of_places` and `of_cluster`."""
         self._directory = directory
+        self._relay: Helper | None = None
         self.config = config
         self.links = links  #: how the link from one node to another is shaped, in words
         self.summary = summary  #: all of them in one line
@@ -67,12 +69,21 @@ class DemoWan:
         """Start the relay; return the file of routes for each node, by name."""
         config = self._directory / "wan.json"
         config.write_bytes(msgspec.json.encode(self.config))
-        routes = _wait_for_routes(helpers, helpers.start("wan", "fusion.cli.wan", [str(config)], environment))
+        self._relay = helpers.start("wan", "fusion.cli.wan", [str(config)], environment)
+        routes = _wait_for_routes(helpers, self._relay)
         files = {}
         for name, table in routes.items():
             files[name] = self._directory / f"routes-{name}.json"
             files[name].write_bytes(msgspec.json.encode(table))
         return files
+
+    def shape(self, one: str, other: str, link: Link) -> None:
+        """From now on let the links between two nodes, both ways, be like `link`. Only while the relay runs."""
+        assert self._relay is not None
+        assert self._relay.process.stdin is not None
+        fault = Fault("shape", ((one, other), (other, one)), link.rate_bytes_per_s, link.delay_s)
+        self._relay.process.stdin.write(msgspec.json.encode(fault) + b"\n")
+        self._relay.process.stdin.flush()
 
 
 def _words(link: WanLink) -> str:
