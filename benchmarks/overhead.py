@@ -45,7 +45,7 @@ class Case:
     forward: Callable[[nn.Module, Batch], torch.Tensor]
 
 
-class _Held:
+class Held:
     """A data set that gives the same samples again and again."""
 
     def __init__(self, batch: Batch) -> None:
@@ -82,7 +82,7 @@ def eager_steps(case: Case) -> Iterator[None]:
     """Train eagerly: gradients of micro-batches add up, one optimizer step; yields after each step."""
     model = case.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    data = _Held(case.batch)
+    data = Held(case.batch)
     rows = len(next(iter(case.batch.values()))) // case.micro_batches
     while True:
         for index in range(case.micro_batches):
@@ -101,9 +101,9 @@ def our_steps(case: Case, pieces: int) -> Iterator[None]:
     captured = capture(case.model.train(), example, loss=case.loss, micro_batch=rows // case.micro_batches)
     parts = partition(captured.graph, even_cuts(captured.graph, pieces))
     done: list[StepMetrics] = []
-    spec = _job(case, rows)
+    spec = job_of(case, rows)
     with compute_settings(spec):
-        runners = make_runners(spec, parts, captured.tensors, _Held(case.batch), None, done.append)
+        runners = make_runners(spec, parts, captured.tensors, Held(case.batch), None, done.append)
     while True:
         done.clear()
         while not done:
@@ -122,7 +122,8 @@ def even_cuts(graph: Graph, pieces: int) -> list[int]:
     return sorted({nearest(len(graph.operators) * index / pieces) for index in range(1, pieces)})
 
 
-def _job(case: Case, rows: int) -> JobSpec:
+def job_of(case: Case, rows: int) -> JobSpec:
+    """Return a case as a job of many steps."""
     blob = BlobRef("0" * 64, 0)
     fields = tuple(
         DataField(
