@@ -177,7 +177,7 @@ def overhead_ratio(directory: Path, rounds: int) -> float:
 def _large_job(ready: bool) -> fusion.Job:
     tokens = torch.randint(0, 256, (64, 65), generator=torch.Generator().manual_seed(1))
     rows = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    settings: dict[str, Any] = {"checkpoint": fusion.Checkpoint(every=10)} if ready else {}
+    settings: dict[str, Any] = {"checkpoint": 10} if ready else {}
     return fusion.Job(
         GPT(), rows, fusion.AdamW(1e-4), steps=25, batch_size=16, micro_batches=4, stages=4, threads=1,
         planner="equal-compute", replan=False, **settings,

@@ -97,6 +97,7 @@ def header_to_proto(
     payload_bytes: int,
     urgent: bool,
     background: bool = False,
+    checksum: int | None = None,
 ) -> peer_pb2.Header:
     """Return `header` as protobuf, with the identity of the session and the numbers of this sending."""
     return peer_pb2.Header(
@@ -116,6 +117,7 @@ def header_to_proto(
         layout=None if header.layout is None else layout_to_proto(header.layout),
         urgent=urgent,
         background=background,
+        checksum=checksum,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -401,6 +402,7 @@ class Outbox:
                     payload_bytes=len(message.payload),
                     urgent=message.outgoing.urgent,
                     background=message.outgoing.background,
+                    checksum=zlib.crc32(message.payload),
                 )
             )
         message.wire_bytes += len(data)

@@ -70,7 +70,7 @@ def test_f4_a_node_killed_while_it_writes_its_state(cluster: FaultCluster, point
 def test_f5_two_stages_that_keep_each_others_copies_die_together(cluster: FaultCluster) -> None:
     """Nobody has their state: back to the last checkpoint, which the log says."""
     cluster.set_failpoints(paced(0.05))
-    job = make_job(20, checkpoint=fusion.Checkpoint(every=5))
+    job = make_job(20, checkpoint=5)
     with cluster.running(job, step=8) as run:
         eventually(lambda: _checkpoints(cluster, run), "a checkpoint was committed")
         replicas = [stage.replica_stage for stage in run.status().plan.stages]
@@ -87,7 +87,7 @@ def test_f5_two_stages_that_keep_each_others_copies_die_together(cluster: FaultC
 
 def test_f6_all_nodes_die_and_come_back_and_go_on_from_the_checkpoint(cluster: FaultCluster) -> None:
     cluster.set_failpoints(paced(0.05))
-    job = make_job(20, checkpoint=fusion.Checkpoint(every=5))
+    job = make_job(20, checkpoint=5)
     with cluster.running(job, step=8) as run:
         eventually(lambda: _checkpoints(cluster, run), "a checkpoint was committed")
         for name in cluster.nodes:

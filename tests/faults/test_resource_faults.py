@@ -15,7 +15,7 @@ pytestmark = pytest.mark.faults
 def test_f20_a_full_disk_spoils_checkpoints_and_copies_and_training_goes_on(cluster: FaultCluster) -> None:
     points = [f"disk.write@what={what},stage=1:enospc*6" for what in ("state", "replica")]
     cluster.set_failpoints(paced(0.02, *points))
-    job = make_job(20, checkpoint=fusion.Checkpoint(every=5))
+    job = make_job(20, checkpoint=5)
     with cluster.submit(job) as run:
         history = cluster.finishes(run, job)
         said = [line.text for line in run.logs() if line.level in ("warning", "error")]
@@ -56,7 +56,7 @@ def test_f25_a_checkpoint_that_was_changed_is_refused_with_both_digests_and_an_o
     cluster: FaultCluster,
 ) -> None:
     cluster.set_failpoints(paced(0.05))
-    job = make_job(20, checkpoint=fusion.Checkpoint(every=5))
+    job = make_job(20, checkpoint=5)
     with cluster.running(job, step=12) as run:
         eventually(lambda: len(_committed(cluster, run)) >= 2, "two checkpoints were committed")
         newest = _committed(cluster, run)[-1]
@@ -88,3 +88,13 @@ def test_f38_a_copy_of_a_state_that_is_damaged_on_its_way_is_never_used(cluster:
         history = cluster.finishes(run, job)
     assert history.lost_steps() <= 2
     assert len(history.epochs()) == 2
+
+
+def test_f38_a_value_that_is_damaged_beyond_tls_is_noticed_and_the_step_done_again(cluster: FaultCluster) -> None:
+    cluster.set_failpoints(paced(0.02, "wire.arrived@step=6,kind=ACTIVATION:corrupt"))
+    job = make_job(12)
+    with cluster.submit(job) as run:
+        history = cluster.finishes(run, job)
+        said = [line.text for line in run.logs()]
+    assert any("checksum mismatch" in line for line in said), said
+    assert history.lost_steps() <= 1

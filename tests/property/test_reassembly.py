@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -335,3 +337,16 @@ class Reassembly(RuleBasedStateMachine):
 
 TestReassembly = Reassembly.TestCase
 TestReassembly.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_f38_a_payload_with_one_bit_changed_is_refused_by_its_checksum(payload: bytes, data: st.DataObject):
+    assembler = Assembler(SESSION, 4096, lambda header: 4096, lambda count: None)
+    header = MessageHeader(MessageKind.ACTIVATION, 3, 0, EdgeId(0))
+    message = to_proto(header, payload_bytes=len(payload), checksum=zlib.crc32(payload))
+    assert assembler.header(message) in (None, [])
+    bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+    damaged = bytearray(payload)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(WireError, match="checksum mismatch"):
+        assembler.chunk(peer_pb2.Chunk(message=message.message, offset=0, data=bytes(damaged)))

@@ -194,7 +194,7 @@ class FaultCluster(Cluster):
         """V8: no worker, no half-written file, and daemons and coordinator as large as they were."""
         eventually(self._idle, "V8 all nodes are idle", 30.0)
         left = [path for path in self.directory.rglob("*") if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
-        left += [path for path in (self.directory / "states").rglob("*.safetensors")]
+        left += (self.directory / "states").rglob("*.safetensors")
         assert not left, f"V8 left behind: {left}"
         for name, (fds, rss) in self._measure().items():
             before = self._sizes.get(name)

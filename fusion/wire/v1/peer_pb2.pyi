@@ -184,6 +184,7 @@ class Header(google.protobuf.message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     URGENT_FIELD_NUMBER: builtins.int
     BACKGROUND_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     message: builtins.int
     """number of the message on this stream, from 1"""
     kind: Global___MessageKind.ValueType
@@ -208,6 +209,8 @@ class Header(google.protobuf.message.Message):
     """overtakes other messages; up to 64 KiB of payload need no credit"""
     background: builtins.bool
     """lets other messages pass, between two chunks"""
+    checksum: builtins.int
+    """crc32 of the payload: what TLS cannot see is damage before and after it"""
     @property
     def layout(self) -> Global___Layout: ...
     def __init__(
@@ -229,9 +232,11 @@ class Header(google.protobuf.message.Message):
         layout: Global___Layout | None = ...,
         urgent: builtins.bool = ...,
         background: builtins.bool = ...,
+        checksum: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "background", b"background", "codec", b"codec", "edge", b"edge", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "kind", b"kind", "layout", b"layout", "message", b"message", "micro_batch", b"micro_batch", "payload_bytes", b"payload_bytes", "requires_grad", b"requires_grad", "sequence", b"sequence", "step", b"step", "urgent", b"urgent"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "layout", b"layout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "absent", b"absent", "background", b"background", "checksum", b"checksum", "codec", b"codec", "edge", b"edge", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "kind", b"kind", "layout", b"layout", "message", b"message", "micro_batch", b"micro_batch", "payload_bytes", b"payload_bytes", "requires_grad", b"requires_grad", "sequence", b"sequence", "step", b"step", "urgent", b"urgent"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 Global___Header: typing_extensions.TypeAlias = Header
 
