@@ -16,6 +16,7 @@ from fusion.links.sites import infer_sites
 
 FIRST_BYTES, LEAST_BYTES, MOST_BYTES = 256 * KIB, 64 * KIB, 4 * MIB
 PROBE_S = 0.3  #: how long a measurement of goodput should take, one way
+ROUND_TRIPS = 4.0  #: of data beyond that, which a connection has on its way while it comes up to speed
 ALL_PAIRS_NODES = 16  #: in clusters up to this size every pair is measured
 REFRESH_S = 600.0  #: what no transfer has refreshed for that long is measured again
 RETRY_S = (2.0, 60.0, 300.0)  #: after the first failure to connect, the second, and any later one
@@ -33,11 +34,14 @@ class ProbeWish:
 _Wish = Callable[[str, str], ProbeWish | None]
 
 
-def probe_size(rate_bytes_per_s: float) -> int:
-    """Return how many bytes to send over a link that is believed to have this goodput; 0: nothing is known."""
+def probe_size(rate_bytes_per_s: float, round_trip_s: float = 0.0) -> int:
+    """Return how many bytes to send over a link that is believed to have this goodput; 0: nothing is known.
+
+    A connection needs several round trips to come up to speed, and as long again to show it.
+    """
     if rate_bytes_per_s <= 0:
         return FIRST_BYTES
-    wanted = int(rate_bytes_per_s * PROBE_S) // LEAST_BYTES * LEAST_BYTES
+    wanted = int(rate_bytes_per_s * (PROBE_S + ROUND_TRIPS * round_trip_s)) // LEAST_BYTES * LEAST_BYTES
     return min(MOST_BYTES, max(LEAST_BYTES, wanted))
 
 
@@ -113,7 +117,8 @@ class _Search:
         """Measure until a probe was as long as it should be for what it found."""
         there, back = self._book.record(one, other), self._book.record(other, one)
         rates = [record.rate_bytes_per_s for record in (there, back) if record.rates]
-        size = probe_size(max(rates, default=0.0))
+        round_trip_s = self._book.record(one, other).round_trip_s or self._book.record(other, one).round_trip_s
+        size = probe_size(max(rates, default=0.0), round_trip_s or 0.0)
         if len(rates) == 2 and (2 * min(there.probe_bytes, back.probe_bytes) >= size or self._transferred(there, back)):
             return None
         return self._dial(one, other, size)
