@@ -4,7 +4,8 @@
 
 "share" figures are goodput of payload over that of iperf3 on the same emulated link, measured just before and after in
 the same lab; for the link with 1 % loss it is over the link's rate, because there iperf3 itself suffers. iperf3 must be
-installed (`apt install iperf3`). Loopback figures are of two processes on this machine without an emulated link.
+installed (`apt install iperf3`). Both ends run with the environment that workers get. Loopback figures are of two
+processes on this machine without an emulated link.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fusion.base.units import MIB
 from fusion.cli.democluster import free_ports
 from fusion.security.ca import CertificateAuthority
 from fusion.security.credentials import Role
+from fusion_node.supervisor import worker_environment
 
 PORT = 7445
 GRACE_S = 90.0
@@ -85,6 +87,7 @@ def ends(directory: Path, addresses: Sequence[str], place: Place, case: Case) ->
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=worker_environment(1),
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(settings))
