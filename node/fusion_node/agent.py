@@ -22,6 +22,8 @@ from fusion_node.events import (
     Assigned,
     Assignment,
     CodecsOrdered,
+    Drain,
+    Drained,
     Event,
     Exit,
     Forget,
@@ -111,6 +113,7 @@ class Agent:
         self._newest: OrderedDict[str, int] = OrderedDict()  #: newest epoch seen of each job
         self._last_tick_s: float | None = None
         self._exit: Exit | None = None  #: how to exit once the worker is gone
+        self._draining = ""  #: why this node wants to go, while its jobs still need it
         self._leaving = ""  #: why this node goes
         self._actions: list[Action] = []
 
@@ -122,7 +125,12 @@ class Agent:
     @property
     def can_be_probed(self) -> bool:
         """Whether nothing needs the data plane's port, and the node goes on."""
-        return self._registration is not None and self._worker is None and not self._leaving and self._exit is None
+        return (
+            self._registration is not None
+            and self._worker is None
+            and not (self._draining or self._leaving)
+            and self._exit is None
+        )
 
     def start(self) -> list[Action]:
         """Return the first actions."""
@@ -162,6 +170,8 @@ class Agent:
                 self._worker_exited(event, now_s)
             case Signalled():
                 self._signalled(event)
+            case Drained():
+                self._drained(event.problem)
             case Left():
                 self._do(Exit(0, f"left: {self._leaving}"))
             case _:
@@ -226,7 +236,9 @@ class Agent:
             report = StageStateReport("failed", f"the node lost its lease: {detail}; its worker was stopped", "lease")
             self._stop_worker("the node's lease is over", FENCE_GRACE_S, report)
             self._worker.muted = True
-        if self._leaving:
+        if self._draining:
+            self._drained(detail)
+        elif self._leaving:
             self._go()
         elif not self._exit:
             self._do(Register(self._backoff_s()))
@@ -249,7 +261,7 @@ class Agent:
 
     def _assigned(self, event: Assigned, now_s: float) -> None:
         assignment = event.assignment
-        if event.incarnation != self.incarnation or self._leaving or self._exit:
+        if event.incarnation != self.incarnation or self._draining or self._leaving or self._exit:
             return
         refusal = self._refusal(assignment)
         if refusal is None:
@@ -418,12 +430,30 @@ class Agent:
     # ---- the end ----
 
     def _signalled(self, event: Signalled) -> None:
-        if self._leaving or self._exit:
+        if self._draining or self._leaving or self._exit:
             if self._worker is not None:
                 self._do(StopWorker("a second signal", 0.0))
             self._do(Exit(128 + event.number, f"{event.name} again: ended without taking leave"))
             return
-        self._leaving = f"the node was asked to end ({event.name})"
+        reason = f"the node was asked to end ({event.name})"
+        busy = self._waiting is not None or (self._worker is not None and not self._worker.ended)
+        if self._registration is not None and busy:
+            self._draining = reason
+            self._do(Note("info", f"{reason}; its jobs go on without it first, a second signal ends it now"))
+            self._do(Drain(self._registration.incarnation, reason))
+        else:
+            self._take_leave(reason)
+
+    def _drained(self, problem: str) -> None:
+        reason, self._draining = self._draining, ""
+        if not reason or self._leaving or self._exit:
+            return
+        if problem:
+            self._do(Note("warning", f"leaving though jobs may still need this node: {problem}"))
+        self._take_leave(reason)
+
+    def _take_leave(self, reason: str) -> None:
+        self._leaving = reason
         self._waiting = None
         if self._worker is None:
             self._go()

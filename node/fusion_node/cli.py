@@ -94,12 +94,23 @@ def join(join_string: str, name: str | None, force: bool, home: Path | None) -> 
 )
 @click.option("--require-reachable", is_flag=True, help="End if other nodes cannot reach this one.")
 @click.option(
+    "--drain-timeout",
+    default=120.0,
+    show_default=True,
+    type=click.FloatRange(0, 86400),
+    metavar="SECONDS",
+    help="How long to wait, when asked to end, for jobs to go on without this node.",
+)
+@click.option(
     "--emulate-speed", default="", metavar="FLOPS", help="Lab: be a device of this speed, such as 2T, by waiting."
 )
 @click.option("--routes", type=click.Path(path_type=Path), help="Lab: JSON object of peer address to address to dial.")
 @_home_option
 def start(join_string: str | None, name: str | None, home: Path | None, **options: Any) -> None:
-    """Run the node until SIGTERM or Ctrl-C. With a JOINSTRING it joins first, unless it has already."""
+    """Run the node until SIGTERM or Ctrl-C. With a JOINSTRING it joins first, unless it has already.
+
+    At the first signal its jobs go on without it, then it leaves; a second signal ends it at once.
+    """
     from fusion.observe.logs import setup_logging
     from fusion.security.credentials import Credentials
     from fusion_node.daemon import run as run_daemon
@@ -110,6 +121,25 @@ def start(join_string: str | None, name: str | None, home: Path | None, **option
     credentials = _join_once(join_string, name, directory) if join_string else Credentials.load(directory)
     code = asyncio.run(run_daemon(settings, credentials))
     raise click.exceptions.Exit(code)
+
+
+@cli.command()
+@click.option("--now", is_flag=True, help="Don't wait for the jobs that need this node; they lose a step at most.")
+@click.option(
+    "--timeout",
+    default=180.0,
+    show_default=True,
+    type=click.FloatRange(0, 86400),
+    metavar="SECONDS",
+    help="Give up then.",
+)
+@_home_option
+def stop(now: bool, timeout: float, home: Path | None) -> None:
+    """End the node that runs on this machine: its jobs go on without it, then it leaves the cluster's list."""
+    from fusion_node.stopping import stop as stop_daemon
+
+    stop_daemon(_home(home), now=now, patience_s=timeout)
+    click.echo("stopped")
 
 
 @cli.command("emulate-speed")
@@ -166,6 +196,7 @@ def _settings(
     allow_data: Sequence[Path] = (),
     routes: Path | None = None,
     require_reachable: bool = False,
+    drain_timeout: float = 120.0,
     emulate_speed: str = "",
 ) -> Settings:
     """Return the daemon's settings, checked as far as that is possible before anything runs."""
@@ -192,6 +223,7 @@ def _settings(
         allow_data=tuple(_directory(path) for path in allow_data),
         routes=read_routes(routes) if routes else {},
         require_reachable=require_reachable,
+        drain_timeout_s=drain_timeout,
         emulate_flops=emulated,
     )
 

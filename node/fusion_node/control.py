@@ -104,6 +104,12 @@ class Control:
         )
         return response.certificate_pem
 
+    async def drain(self, incarnation: int, reason: str) -> str:
+        """Ask that jobs go on without this node; return what still needs it, or nothing. To be asked again."""
+        request = node_pb2.DrainRequest(incarnation=incarnation, reason=reason)
+        answer: node_pb2.DrainResponse = await self._call(self._calls.Drain(request, timeout=CALL_DEADLINE_S))
+        return "" if answer.done else answer.waits_for or "a job"
+
     async def leave(self, incarnation: int, reason: str) -> None:
         """Tell that this node goes."""
         request = node_pb2.LeaveRequest(incarnation=incarnation, reason=reason)

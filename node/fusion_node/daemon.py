@@ -48,6 +48,7 @@ log = logging.getLogger("fusion.node")
 PROTOCOL = 1
 TICK_S = 0.5
 REGISTER_AGAIN_S = 45.0  #: so long may an earlier registration of ours still be in the way
+DRAIN_LOOK_S = 0.5  #: between two questions whether the node may go
 LAST_REPORTS_S = 2.0  #: for what is still to be told when the daemon ends
 
 
@@ -63,6 +64,7 @@ class Settings:
     allow_data: tuple[Path, ...] = ()
     routes: dict[str, str] = field(default_factory=dict)
     require_reachable: bool = False
+    drain_timeout_s: float = 120.0  #: how long to wait, when asked to end, for jobs to go on without this node
     emulate_flops: float = 0.0  #: lab: the speed to stand for; 0: its own
 
     @property
@@ -239,6 +241,7 @@ class Daemon:
                 self._supervisor.tell(action.change)
             case events.Forget():
                 self._states.clear(action.job)
+                self._clerk.report()
             case events.LeaseWorker():
                 self._supervisor.lease(action.until_s)
             case events.ReportStates():
@@ -248,6 +251,8 @@ class Daemon:
                 self._outbox.put_stage(action)
             case events.ReportMetrics():
                 self._outbox.put_metrics(action)
+            case events.Drain():
+                self._spawn(self._drain(action), "drain")
             case events.Leave():
                 self._spawn(self._leave(action), "leave")
             case events.Exit():
@@ -464,6 +469,25 @@ class Daemon:
             await self._control.report_links(report)
         except FusionError as error:
             log.info("measurements of links not told", extra=fields(reason=error))
+
+    async def _drain(self, action: events.Drain) -> None:
+        """Ask until nothing needs this node any more, for as long as its owner lets it wait."""
+        end_s = self._clock.monotonic_s() + self._settings.drain_timeout_s
+        waits_for, problem = "", ""
+        while self._clock.monotonic_s() < end_s:
+            try:
+                waits_for = await self._control.drain(action.incarnation, action.reason)
+            except UnreachableError as error:
+                waits_for = str(error)
+            except FusionError as error:
+                problem = str(error)
+                break
+            if not waits_for:
+                break
+            await asyncio.sleep(DRAIN_LOOK_S)
+        else:
+            problem = f"not within {self._settings.drain_timeout_s:.0f} s: {waits_for}"
+        self._events.put_nowait(events.Drained(problem))
 
     async def _leave(self, action: events.Leave) -> None:
         await self._outbox.flush(LAST_REPORTS_S)

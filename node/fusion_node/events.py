@@ -141,6 +141,13 @@ class Signalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Drained:
+    """The coordinator needs this node no more, or was asked in vain; `problem` says why in vain."""
+
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """The coordinator knows that this node goes, or was told in vain."""
 
@@ -159,6 +166,7 @@ Event = (
     | WorkerReported
     | WorkerExited
     | Signalled
+    | Drained
     | Left
 )
 
@@ -259,6 +267,14 @@ class ReportMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """Ask the coordinator to let its jobs go on without this node, until they do."""
+
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Tell the coordinator that this node goes."""
 
@@ -295,6 +311,7 @@ Action = (
     | ReportStates
     | ReportStage
     | ReportMetrics
+    | Drain
     | Leave
     | Exit
     | Note

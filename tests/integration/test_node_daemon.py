@@ -14,8 +14,11 @@ import psutil
 import pytest
 
 from fusion.base.errors import AuthError, StateError
+from fusion.protocol.job import BlobRef
 from fusion.wire.v1 import node_pb2
 from fusion_node import daemon
+from fusion_node.statefiles import Kept, StateFiles, state_directories
+from fusion_node.stopping import stop
 from tests.support.node import FAST, JOB, ScriptedCoordinator, free_port, running, serve, until, worker_command
 
 
@@ -308,13 +311,60 @@ def test_f31_sigterm_stops_the_worker_takes_leave_and_exits_zero(
             await until(lambda: bool(coordinator.heartbeats), task)
             coordinator.assign()
             await until(lambda: "running" in coordinator.states(), task)
+            coordinator.drains_needed = 3
             os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: coordinator.drains == 2, task)
+            assert coordinator.states() == ["running"]
             return await asyncio.wait_for(task, 10)
 
     assert asyncio.run(scenario()) == 0
+    assert coordinator.drains == 3
     assert coordinator.states() == ["running", "stopped"]
     assert coordinator.left == ["the node was asked to end (SIGTERM)"]
     assert children() == []
+
+
+def test_f31_fusion_node_stop_ends_the_daemon_in_order(coordinator: ScriptedCoordinator, address: str, home: Path):
+    async def scenario() -> int:
+        node = coordinator.make_node(home, address)
+        async with running(home, node, "run") as task:
+            await until(lambda: bool(coordinator.heartbeats), task)
+            await asyncio.to_thread(stop, home, now=False, patience_s=10.0)
+            return await task
+
+    with pytest.raises(StateError, match="no fusion-node runs with"):
+        stop(home, now=False, patience_s=1.0)
+    assert asyncio.run(scenario()) == 0
+    assert coordinator.left == ["the node was asked to end (SIGTERM)"]
+    with pytest.raises(StateError, match="no fusion-node runs with"):
+        stop(home, now=True, patience_s=1.0)
+
+
+def test_kept_states_are_told_and_go_with_their_job(coordinator: ScriptedCoordinator, address: str, home: Path):
+    async def scenario() -> None:
+        node = coordinator.make_node(home, address)
+        files = StateFiles(state_directories(home / "cache", node.identity))
+        blob = BlobRef("ab" * 32, 5)
+        for job in (JOB, "job-bbbbbbbbbb"):
+            part = files.begin(job, 5)
+            part.write_bytes(b"state")
+            files.keep(part, Kept(job, 3, 1, 7, blob))
+        coordinator.ended_jobs = ["job-bbbbbbbbbb"]
+        async with running(home, node, "finish") as task:
+            await until(lambda: bool(coordinator.kept), task)
+            told = [(state.job_id, state.epoch, state.stage, state.step) for state in coordinator.kept[0].states]
+            assert told == [(JOB, 3, 1, 7), ("job-bbbbbbbbbb", 3, 1, 7)]
+            assert coordinator.kept[0].incarnation == coordinator.incarnation
+            await until(lambda: len(files.all()) == 1, task)
+            before = len(coordinator.kept)
+            coordinator.assign()
+            await until(lambda: "finished" in coordinator.states(), task)
+            await until(lambda: len(coordinator.kept) > before, task)
+            assert [state.job_id for state in coordinator.kept[-1].states] == [JOB]
+            coordinator.stop(epoch=0)
+            await until(lambda: not files.all(), task)
+
+    asyncio.run(scenario())
 
 
 def test_f31_a_second_signal_ends_it_at_once(coordinator: ScriptedCoordinator, address: str, home: Path):
@@ -324,6 +374,7 @@ def test_f31_a_second_signal_ends_it_at_once(coordinator: ScriptedCoordinator, a
             await until(lambda: bool(coordinator.heartbeats), task)
             coordinator.assign()
             await until(lambda: "running" in coordinator.states(), task)
+            coordinator.drains_needed = 10**6
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(0.1)
             os.kill(os.getpid(), signal.SIGINT)

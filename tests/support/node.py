@@ -62,6 +62,10 @@ class ScriptedCoordinator(node_pb2_grpc.NodeControlServicer, coordinator_pb2_grp
         self.metrics: list[node_pb2.MetricsReport] = []
         self.probes: list[str] = []
         self.left: list[str] = []
+        self.drains = 0
+        self.drains_needed = 1  #: so many times a node has to ask before it may leave
+        self.kept: list[node_pb2.StatesReport] = []
+        self.ended_jobs: list[str] = []
         self.renewed = 0
         self.commands: queue.Queue[node_pb2.Command] = queue.Queue()
         self.closing = threading.Event()
@@ -123,6 +127,14 @@ class ScriptedCoordinator(node_pb2_grpc.NodeControlServicer, coordinator_pb2_grp
         self.renewed += 1
         key: Any = x509.load_der_x509_csr(request.csr_der).public_key()
         return node_pb2.RenewResponse(certificate_pem=self.ca.issue(key, Role.NODE, time.time()))
+
+    def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.drains += 1
+        return node_pb2.DrainResponse(done=self.drains >= self.drains_needed, waits_for="stage 0 of a job")
+
+    def ReportStates(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.kept.append(request)
+        return node_pb2.StatesReportResponse(ended_jobs=self.ended_jobs)
 
     def Leave(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.left.append(request.reason)

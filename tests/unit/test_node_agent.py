@@ -346,14 +346,34 @@ def test_f31_a_signal_without_a_worker_takes_leave_and_exits_zero():
     assert only(agent.handle(a.Left(), 101.2), a.Exit)[0].code == 0
 
 
-def test_f31_a_signal_stops_the_worker_first_and_reports_it_stopped():
+def test_f31_a_signal_lets_the_jobs_go_on_first_and_then_takes_leave():
     agent = training()
-    actions = agent.handle(a.Signalled(15, "SIGTERM"), 101.0)
-    assert [type(x) for x in actions] == [a.StopWorker]
+    assert [type(x) for x in agent.handle(a.Signalled(15, "SIGTERM"), 101.0)] == [a.Note, a.Drain]
+    agent.handle(a.WorkerReported(StageStateReport("held", step=5)), 101.5)
+    assert assign(agent, 101.6, epoch=2) == []
+    assert only(agent.handle(a.WorkerExited("", ""), 102.0), a.Leave) == []
+    beat(agent, 105.0, 105.0)
+    assert len(only(agent.handle(a.Drained(), 106.0), a.Leave)) == 1
+    assert only(agent.handle(a.Left(), 106.2), a.Exit)[0].code == 0
+
+
+def test_f31_a_node_that_was_waited_for_in_vain_stops_its_worker_and_reports_it():
+    agent = training()
+    agent.handle(a.Signalled(15, "SIGTERM"), 101.0)
+    actions = agent.handle(a.Drained("not within 120 s: stage 0 of a job"), 102.0)
+    assert [type(x) for x in actions] == [a.Note, a.StopWorker]
     assert only(actions, a.StopWorker)[0].grace_s <= 5.0
     gone = agent.handle(a.WorkerExited("crash", "exit code 0"), 102.0)
     assert reports(gone) == [(JOB, 1, "stopped", "")]
     assert len(only(gone, a.Leave)) == 1
+
+
+def test_f31_a_node_that_loses_its_lease_while_it_waits_leaves_without_a_word():
+    agent = training()
+    agent.handle(a.Signalled(15, "SIGTERM"), 101.0)
+    lost = agent.handle(a.RegistrationLost(7, "unknown"), 102.0)
+    assert len(only(lost, a.StopWorker)) >= 1
+    assert only(agent.handle(a.WorkerExited("crash", "killed"), 103.0), a.Exit)[0].code == 0
 
 
 def test_f31_a_second_signal_means_now():
