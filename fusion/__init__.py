@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fusion.job.job import Job
     from fusion.job.nodepath import NodePath, Rows, Window
     from fusion.job.run import LocalRun, Run, attach
-    from fusion.job.settings import SGD, Adam, AdamW, Constant, Cosine, Linear, tokens
+    from fusion.job.settings import SGD, Adam, AdamW, Checkpoint, Constant, Cosine, Linear, tokens
     from fusion.job.tensordata import TensorData
     from fusion.job.tokendata import TextData, TokenData
     from fusion.protocol.jobstatus import JobState, JobStatus, LogLine
@@ -57,7 +57,7 @@ _HOMES = {
     "fusion.job.job": ("Job",),
     "fusion.job.nodepath": ("NodePath", "Rows", "Window"),
     "fusion.job.run": ("LocalRun", "Run", "attach"),
-    "fusion.job.settings": ("SGD", "Adam", "AdamW", "Constant", "Cosine", "Linear", "tokens"),
+    "fusion.job.settings": ("SGD", "Adam", "AdamW", "Checkpoint", "Constant", "Cosine", "Linear", "tokens"),
     "fusion.job.tensordata": ("TensorData",),
     "fusion.job.tokendata": ("TextData", "TokenData"),
     "fusion.protocol.jobstatus": ("JobState", "JobStatus", "LogLine"),
@@ -70,6 +70,7 @@ __all__ = [
     "AdamW",
     "AuthError",
     "CaptureError",
+    "Checkpoint",
     "ConfigError",
     "Constant",
     "Cosine",

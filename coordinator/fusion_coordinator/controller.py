@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from fusion.protocol.job import JobSpec, job_from_proto
 from fusion.protocol.plan import plan_to_proto
 from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
 from fusion_coordinator.blobs import BlobFiles
+from fusion_coordinator.checkpoints import Checkpoints
 from fusion_coordinator.decide import failures, moves, nodes, pausing, recovery, scheduling
 from fusion_coordinator.keptstates import KeptBook, KeptState
 from fusion_coordinator.linkwatch import LinkWatch, in_contact
@@ -39,6 +41,7 @@ from fusion_coordinator.session import Session
 from fusion_coordinator.settings import Settings
 from fusion_coordinator.state import AnyEvent, State, apply_all
 from fusion_coordinator.state.events import (
+    CheckpointDropped,
     JobBroke,
     JobEnded,
     JobHolds,
@@ -73,8 +76,15 @@ class Controller:
     """The coordinator's one driver. Use it in the event loop that `start` ran in."""
 
     def __init__(
-        self, cluster: ClusterId, store: StoreThread, files: BlobFiles, settings: Settings, clock: Clock
+        self,
+        cluster: ClusterId,
+        store: StoreThread,
+        files: BlobFiles,
+        settings: Settings,
+        clock: Clock,
+        checkpoints: Path,
     ) -> None:
+        """`checkpoints`: the directory that holds them."""
         self.cluster, self.store, self.files, self.settings, self.clock = cluster, store, files, settings, clock
         self.state = State()
         self.presences: dict[NodeId, Presence] = {}
@@ -86,6 +96,7 @@ class Controller:
         self._planner = Planner(files)
         self.replanner = Replanner(self, self._planner)
         self.recoveries = Recoveries(self)
+        self.checkpoints = Checkpoints(self, checkpoints)
         self._lock = asyncio.Lock()
         self._jobs_changed = Signal()
         self._schedule_wanted = asyncio.Event()
@@ -114,6 +125,7 @@ class Controller:
                     moving_s=None if job.next is None else now_s,
                 )
         await self._compact()
+        await asyncio.to_thread(self.checkpoints.tidy)
         works = (
             self._sweep,
             self._schedule,
@@ -154,6 +166,7 @@ class Controller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.recoveries.close()
+        await self.checkpoints.close()
         self._planner.close()
         async with self._lock:
             await self.progress.flush()
@@ -253,6 +266,8 @@ class Controller:
                 self._wants_plan_now()
             case JobPaused():
                 await self.note(event.job, "warning", f"pauses: {event.reason}")
+            case CheckpointDropped():
+                await self._drop_outdated(before.jobs[event.job])
             case JobResumed():
                 await self.progress.reopen(event.job)
                 await self.note(event.job, "info", f"goes on after step {event.step}, as its owner asked")
@@ -333,6 +348,8 @@ class Controller:
         for stage in job.stages:
             if not stage.state.ended or stage.state is StageState.HELD:
                 self.send_stop(stage, job, reason)
+        for node in self.kept.of(job.job):  # asked what they keep, they are answered that this is needed no more
+            self.push(node, node_pb2.Command(report_states=node_pb2.ReportStatesOrder()))
         await self._drop_outdated(before)
         self._schedule_wanted.set()
 
@@ -419,7 +436,10 @@ class Controller:
             for stage in job.stages if job.collects else ():
                 if (stage.node, stage.incarnation) == (node, incarnation) and not stage.state.ended:
                     self.send_stop(stage, job, f"recovery: {job.reason}")
-        for job, index, stage in nodes.stages_on(self.state, node, incarnation):
+        works = nodes.stages_on(self.state, node, incarnation)
+        if works:  # what it said before this process began is forgotten
+            session.push(node_pb2.Command(report_states=node_pb2.ReportStatesOrder()))
+        for job, index, stage in works:
             if stage.state is StageState.ASSIGNED:
                 session.push(node_pb2.Command(assign=self._assignment(job, index)))
             elif index == 0 and job.next is not None and not stage.holds:
@@ -461,8 +481,9 @@ class Controller:
         self._schedule_wanted.set()
 
     def states_reported(self, node: NodeId, incarnation: int, states: Iterable[KeptState]) -> None:
-        """Take which states a node keeps."""
+        """Take which states a node keeps; with what it has uploaded, a checkpoint may be complete."""
         self.kept.reported(node, incarnation, states, self.clock.monotonic_s())
+        self.checkpoints.look()
 
     def stage_reported(self, job: JobId, stage: int, failed: bool) -> None:
         """Note that a stage gave a sign of life."""

@@ -127,13 +127,21 @@ class _Recovery:
         while True:
             await self._ask()
             cut = await self._best()
-            absent = recovery.absent(self._controller.state, self._job, self._controller.watching())
-            if cut.origin != "kept" and absent and self._now_s() - self._begun_s < self._settings.rejoin_wait_s:
-                await asyncio.sleep(LOOK_S)  # the lost ones may come back, with what they keep
+            if cut.origin != "kept" and await self._worth_waiting(cut):
+                await asyncio.sleep(LOOK_S)
                 continue
             if not cut.to_upload:
                 return cut
             await self._upload(cut)
+
+    async def _worth_waiting(self, cut: Cut) -> bool:
+        """Whether nodes may still come back with what they keep, so that fewer steps are lost than by `cut`."""
+        progress = await self._controller.job_progress(self._job)
+        if progress.newest <= cut.step:
+            return False
+        absent = recovery.absent(self._controller.state, self._job, self._controller.watching())
+        waited_s = self._now_s() - self._begun_s
+        return any(leased or waited_s < self._settings.rejoin_wait_s for leased in absent.values())
 
     async def _ask(self) -> None:
         """Let all nodes of the job that were not asked yet say what they keep, and wait until they have."""
@@ -165,7 +173,10 @@ class _Recovery:
         digests |= {stage.held.digest for stage in job.stages if stage.held is not None}
         digests |= {blob.digest for blob in job.resume.states} if job.resume is not None else set()
         digests |= {blob.digest for checkpoint in job.checkpoints for blob in checkpoint.states}
-        return recovery.best_cut(job, kept, await controller.stored(digests))
+        cut = recovery.best_cut(job, kept, await controller.stored(digests))
+        if cut.origin == "checkpoint" and not await controller.checkpoints.usable(job.job, cut.step):
+            return await self._best()  # without the damaged one, which was dropped
+        return cut
 
     def _answered_since(self, node: NodeId) -> bool:
         return (

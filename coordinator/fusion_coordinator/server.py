@@ -104,7 +104,9 @@ class Coordinator:
         try:
             await self._store.open(lambda: SqliteStore(self._state.database))
             files = BlobFiles(self._state.blobs, self._settings.disk_reserve_bytes)
-            controller = Controller(self._config.cluster, self._store, files, self._settings, self._clock)
+            controller = Controller(
+                self._config.cluster, self._store, files, self._settings, self._clock, self._state.checkpoints
+            )
             await controller.start()
             main = self._main_server(controller)
             enrol = self._enrolment_server(controller)

@@ -57,6 +57,11 @@ class StateDir:
         return self.path / "blobs"
 
     @property
+    def checkpoints(self) -> Path:
+        """The jobs' checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
     def admin(self) -> Path:
         """The operator's credentials."""
         return self.path / "admin"

@@ -17,7 +17,14 @@ from fusion.base.ids import is_id, random_id
 from fusion.plan.types import Cluster
 from fusion.protocol.cluster import cluster_from_proto
 from fusion.protocol.job import JobSpec, job_to_proto
-from fusion.protocol.jobstatus import JobStatus, LogLine, log_from_proto, status_from_proto
+from fusion.protocol.jobstatus import (
+    Checkpoint,
+    JobStatus,
+    LogLine,
+    checkpoint_from_proto,
+    log_from_proto,
+    status_from_proto,
+)
 from fusion.protocol.metrics import StepMetrics, metrics_from_proto
 from fusion.protocol.status import from_rpc_error
 from fusion.security.credentials import Credentials
@@ -159,6 +166,29 @@ class Client:
             request_id=random_id("req-", 20), job_id=check_job_id(job_id), cuts=cuts, nodes=nodes
         )
         return status_from_proto(self._call(f"move {job_id}", lambda s: self._jobs.Move(request, timeout=s)))
+
+    def pause(self, job_id: str) -> JobStatus:
+        """Let a job stop at a step's end, and return its status; it keeps its state until it is resumed."""
+        request = coordinator_pb2.PauseRequest(request_id=random_id("req-", 20), job_id=check_job_id(job_id))
+        return status_from_proto(self._call(f"pause {job_id}", lambda s: self._jobs.Pause(request, timeout=s)))
+
+    def resume(self, job_id: str, from_step: int | None = None) -> JobStatus:
+        """Let a job go on that pauses, has failed or was cancelled, and return its status.
+
+        from_step: of a checkpoint, or 0 for the start; by default where it paused, or its last checkpoint.
+        """
+        request = coordinator_pb2.ResumeRequest(
+            request_id=random_id("req-", 20), job_id=check_job_id(job_id), from_step=from_step
+        )
+        return status_from_proto(self._call(f"resume {job_id}", lambda s: self._jobs.Resume(request, timeout=s)))
+
+    def checkpoints(self, job_id: str) -> Sequence[Checkpoint]:
+        """Return a job's checkpoints, the earliest step first."""
+        request = coordinator_pb2.ListCheckpointsRequest(job_id=check_job_id(job_id))
+        answer: coordinator_pb2.ListCheckpointsResponse = self._call(
+            f"checkpoints of {job_id}", lambda s: self._jobs.ListCheckpoints(request, timeout=s)
+        )
+        return [checkpoint_from_proto(item) for item in answer.checkpoints]
 
     def info(self) -> coordinator_pb2.InfoResponse:
         """Return what the coordinator says about itself and the caller."""

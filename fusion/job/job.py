@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fusion.base.errors import ConfigError
 from fusion.base.ids import random_id
-from fusion.job.settings import LrSchedule, Optimizer, lr_schedule_spec, reject_unknown
+from fusion.job.settings import Checkpoint, LrSchedule, Optimizer, checkpoint_of, lr_schedule_spec, reject_unknown
 from fusion.protocol.job import (
     BlobRef,
     DataSpec,
@@ -42,7 +42,7 @@ Loss = Callable[[Any, dict[str, "torch.Tensor"]], "torch.Tensor"]
 _KNOWN = (
     *("model", "data", "optimizer", "steps", "batch_size", "micro_batches", "loss", "loss_weight", "lr_schedule"),
     *("eval_data", "eval_every", "eval_batches", "grad_clip", "seed", "determinism", "precision", "schedule"),
-    *("stages", "cuts", "planner", "replan", "shuffle", "threads", "name"),
+    *("stages", "cuts", "planner", "replan", "compression", "checkpoint", "shuffle", "threads", "name"),
 )
 
 
@@ -75,6 +75,8 @@ class Job:
     compression: how values and gradients travel between stages: a codec, or FORWARD/BACKWARD, such as "int8/int4"; see
         docs/compression.md. "none"; "auto", for each link the mildest that takes it off the critical path, never
         stronger than "auto:R" allows; "adatopk:R". Several, one after the other: "auto:12 int8@70% none@90%".
+    checkpoint: every how many steps the job's whole state is put on the coordinator's disk, in the background; or
+        `fusion.Checkpoint(every_steps=, keep=)`. By default never: nodes keep copies of each other's state anyway.
     shuffle: whether each pass over the data has a new order; otherwise the data's own.
     threads: compute threads of every worker; 0: each node's own choice.
     name: for people; default: the model's class.
@@ -107,6 +109,7 @@ class Job:
         planner: str = "fusion",
         replan: bool = True,
         compression: str = "none",
+        checkpoint: int | Checkpoint | None = None,
         shuffle: bool = True,
         threads: int = 0,
         name: str | None = None,
@@ -125,6 +128,7 @@ class Job:
         self.determinism, self.precision, self.schedule = determinism, precision, schedule
         self.stages, self.threads, self.cuts = _whole(stages), _whole(threads), tuple(_whole(cut) for cut in cuts)
         self.planner, self.replan, self.compression = planner, replan, compression
+        self.checkpoint = checkpoint_of(checkpoint)
         self.name = _default_name(model) if name is None else name
         self._pending: tuple[bytes, str] | None = None
         self._check_kinds()
@@ -185,6 +189,8 @@ class Job:
             planner=cast(PlannerName, self.planner),
             replan=self.replan,
             compression=self.compression,
+            checkpoint_every_steps=self.checkpoint.every_steps,
+            checkpoint_keep=self.checkpoint.keep,
         )
 
     def prepare(self, directory: Path) -> Prepared:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from fusion.base.errors import JobError
 from fusion.graph.dag import Graph
 from fusion.job.client import Client
 from fusion.job.weights import WeightFiles, merged
-from fusion.protocol.jobstatus import JobState, JobStatus, LogLine
+from fusion.protocol.jobstatus import Checkpoint, JobState, JobStatus, LogLine
 from fusion.protocol.metrics import StepMetrics
 from fusion.security.credentials import Credentials
 
@@ -79,6 +79,18 @@ class Run:
     def cancel(self, reason: str = "cancelled by its owner") -> JobStatus:
         """Cancel the job and return its status; StateError if it has ended already."""
         return self._client.cancel(self.job_id, reason)
+
+    def pause(self) -> JobStatus:
+        """Let the job stop at a step's end; its nodes are free, and its state is kept until `resume`."""
+        return self._client.pause(self.job_id)
+
+    def resume(self, from_step: int | None = None) -> JobStatus:
+        """Let the job go on: from where it paused, its last checkpoint, or the checkpoint of `from_step` (0: anew)."""
+        return self._client.resume(self.job_id, from_step)
+
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """Return the job's checkpoints, the earliest step first."""
+        return self._client.checkpoints(self.job_id)
 
     def metrics(self, after_step: int = 0, *, follow: bool = True) -> Iterator[StepMetrics]:
         """Yield the metrics of every step after `after_step`, in order; with `follow`, until the job has ended.

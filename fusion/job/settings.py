@@ -179,6 +179,25 @@ def _factor(value: Any) -> float:
         raise ConfigError(f"lr_schedule must give a number for each step, got {value!r:.40}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """How often a job's whole state is put on the coordinator's disk, and how many of the latest stay there."""
+
+    every_steps: int  #: 0: never
+    keep: int = 3
+
+
+def checkpoint_of(value: int | Checkpoint | None) -> Checkpoint:
+    """Return what `Job(checkpoint=...)` stands for; ConfigError for what it cannot be."""
+    made = Checkpoint(value or 0) if value is None or isinstance(value, int) else value
+    if not isinstance(made, Checkpoint) or isinstance(value, bool):
+        raise ConfigError(f"checkpoint must be a number of steps or fusion.Checkpoint(), got {value!r:.60}")
+    for name, number, least in (("every_steps", made.every_steps, 0), ("keep", made.keep, 1)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ConfigError(f"checkpoint {name} must be a whole number from {least} on, got {number!r:.40}")
+    return made
+
+
 def tokens(field: str, *, ignore: int = -100) -> LossWeightSpec:
     """Let micro-batches count by the entries of `field` that are not `ignore`, for `Job(loss_weight=...)`.
 

@@ -76,6 +76,21 @@ class JobStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint: one safetensors file per stage, and a manifest."""
+
+    step: int  #: the last one done
+    committed_wall_s: float
+    states: tuple[BlobRef, ...]  #: by stage
+    manifest: str  #: the text of MANIFEST.json
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(state.size_bytes for state in self.states)
+
+
+@dataclass(frozen=True, slots=True)
 class LogLine:
     """One line that a node or the coordinator wrote about the job."""
 
@@ -114,3 +129,9 @@ def status_from_proto(message: coordinator_pb2.JobStatus) -> JobStatus:
 def log_from_proto(message: node_pb2.LogLine) -> LogLine:
     """Return the log line of a message."""
     return LogLine(message.wall_s, message.level, message.text, message.origin)
+
+
+def checkpoint_from_proto(message: coordinator_pb2.Checkpoint) -> Checkpoint:
+    """Return the checkpoint of a message."""
+    states = tuple(blob_from_proto(state) for state in message.states)
+    return Checkpoint(message.step, message.committed_wall_s, states, message.manifest)

@@ -14,7 +14,7 @@ from tests.support.coordinator import CoordinatorProcess, FakeNode, FakeOwner, r
 
 @pytest.fixture
 def coordinator(tmp_path):
-    with CoordinatorProcess(tmp_path / "state", {"lease_s": 8.0, "self_fence_s": 7.0}) as process:
+    with CoordinatorProcess(tmp_path / "state", {"lease_s": 5.0, "self_fence_s": 4.0}) as process:
         yield process
         assert "Traceback" not in process.log(), process.log()
 
@@ -395,3 +395,135 @@ def test_f35_a_job_that_cannot_do_without_the_draining_node_pauses(coordinator, 
     d = FakeNode(coordinator, "d").join()
     assert begin([a, d])[0].resume.step == 3
     d.die()
+
+
+# ---- checkpoints ----
+
+
+def checkpoint(owner, nodes, job, step, epoch=1):
+    """Do what workers and daemons do at a checkpoint step; returns the digests by stage."""
+    import numpy
+    from safetensors.numpy import save
+
+    digests = []
+    for node in nodes:
+        values = {
+            f"layers.{node.stage}.weight": numpy.full(3, step, dtype=numpy.float32),
+            f"$held.{job}.e{epoch}.s{node.stage}": numpy.array(step),
+        }
+        node.keep(job, epoch, node.stage, step, save(values))
+        node.kept[-1].uploaded = True
+        owner.upload(node.contents[node.kept[-1].state.digest])
+        node.report_states()
+        digests.append(node.kept[-1].state.digest)
+    return digests
+
+
+def listed(owner, job):
+    answer = owner.stubs.jobs.ListCheckpoints(coordinator_pb2.ListCheckpointsRequest(job_id=job), timeout=10)
+    return [one.step for one in answer.checkpoints]
+
+
+def test_a_checkpoint_is_a_folder_that_anybody_can_read_and_only_the_latest_stay(coordinator, owner, nodes):
+    import hashlib
+    import json
+
+    from safetensors.numpy import load_file
+
+    a, b, _ = nodes
+    job = start(owner, nodes, checkpoint_every_steps=2, checkpoint_keep=2)
+    for step in (2, 3, 4, 6):  # 3 is none
+        digests = checkpoint(owner, [a, b], job, step)
+    wait_until(lambda: listed(owner, job) == [4, 6], "two are kept")
+    folder = coordinator.directory / "checkpoints" / job / "step-6"
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    assert (manifest["job"], manifest["step"], manifest["epoch"], manifest["format"]) == (job, 6, 1, 1)
+    assert manifest["graph"] == owner.status(job).graph.digest
+    assert [file["digest"] for file in manifest["files"]] == digests
+    for stage, file in enumerate(manifest["files"]):
+        content = (folder / file["name"]).read_bytes()
+        assert (file["size_bytes"], file["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+        assert load_file(folder / file["name"])[f"layers.{stage}.weight"].tolist() == [6.0] * 3
+    wait_until(lambda: len(list(folder.parent.iterdir())) == 2, "the older one is removed")
+    restart(coordinator, owner, nodes)
+    assert listed(owner, job) == [4, 6]
+
+
+def test_f5_when_a_stage_and_its_copy_die_the_job_goes_back_to_the_checkpoint(owner, nodes):
+    a, b, c = nodes
+    job = start(owner, nodes, checkpoint_every_steps=2)
+    for node in (a, b):
+        node.report_steps(1, 5, loss=node is b)
+    digests = checkpoint(owner, [a, b], job, 4)
+    wait_until(lambda: listed(owner, job) == [4], "the checkpoint")
+    a.kept.clear()
+    b.die()
+    a.fail("stream broke", "peer-lost", peer_stage=1)
+    a.job = ""
+    found = begin([a, c])
+    assert [(one.resume.step, [s.digest for s in one.resume.states]) for one in found] == [(4, digests)] * 2
+    assert "goes on from the checkpoint of step 4; 1 step to do again" in owner.lines(job)
+
+
+def test_f25_a_damaged_checkpoint_is_refused_with_both_digests_and_an_earlier_one_taken(coordinator, owner, nodes):
+    a, b, c = nodes
+    job = start(owner, nodes, checkpoint_every_steps=2)
+    for step in (2, 4):
+        digests = checkpoint(owner, [a, b], job, step)
+    wait_until(lambda: listed(owner, job) == [2, 4], "both checkpoints")
+    damaged = coordinator.directory / "checkpoints" / job / "step-4" / "stage-1.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    owner.cancel(job)
+    with pytest.raises(
+        grpc.RpcError, match=rf"stage-1.safetensors is damaged: its digest is \w+, expected is {digests[1]}"
+    ):
+        resume(owner, job, from_step=4)
+    assert resume(owner, job).step == 2
+    (line,) = owner.lines(job, "checkpoint of step 4 cannot be used: ")
+    assert line.endswith("an earlier one is taken")
+    assert listed(owner, job) == [2]
+    for node in nodes:
+        node.job = ""
+        node.skip("stop")
+    assigned = wait_until(lambda: [n for n in nodes if any(x.HasField("assign") for x in n.commands.queue)], "plan")
+    assert assigned[0].assigned().resume.step == 2
+    assert c.commands.empty() or c in assigned
+
+
+def test_fusion_checkpoints_pause_and_resume(coordinator, owner, nodes, tmp_path, monkeypatch, capsys):
+    from safetensors.numpy import load_file
+
+    from fusion.cli.main import main
+
+    owner.credentials.save(tmp_path / "me")
+    monkeypatch.setenv("FUSION_CREDENTIALS", str(tmp_path / "me"))
+    a, b, _ = nodes
+    job = start(owner, nodes, checkpoint_every_steps=2)
+
+    def fusion(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--coordinator", coordinator.address])
+        out, err = capsys.readouterr()
+        return ended.value.code, out or err
+
+    assert fusion("checkpoints", job) == (0, f"{job} has no checkpoint\n")
+    checkpoint(owner, [a, b], job, 2)
+    wait_until(lambda: listed(owner, job) == [2], "the checkpoint")
+    code, said = fusion("checkpoints", job)
+    assert (code, said.split()[:4]) == (0, ["step", "2", "2", "files"])
+    folder = tmp_path / "mine"
+    code, said = fusion("checkpoints", job, "--download", str(folder))
+    assert (code, said.startswith(f"wrote the checkpoint of step 2 to {folder}")) == (0, True)
+    assert load_file(folder / "stage-1.safetensors")["layers.1.weight"].tolist() == [2.0] * 3
+    assert (folder / "MANIFEST.json").exists()
+    assert "exists already; name a new folder" in fusion("checkpoints", job, "--download", str(folder))[1]
+    assert fusion("checkpoints", job, "--download", str(tmp_path / "x"), "--step", "9")[1].endswith("it has: 2\n")
+    assert fusion("pause", job) == (0, f"{job} running: paused by its owner\n")
+    a.next("hold")
+    for node in (a, b):
+        hold(owner, node, 4)
+    owner.wait_for(job, "paused")
+    assert fusion("resume", job, "--from", "2") == (0, f"{job} queued, goes on after step 2\n")
+    assert begin([a, b])[0].resume.step == 2

@@ -1,11 +1,17 @@
-"""Pausing and resuming: by a job's owner, or because a node that the job runs on wants to leave."""
+"""Pausing and resuming, by a job's owner or because a node wants to leave; and which checkpoints are complete."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
 from fusion.base.errors import NotFoundError, StateError
+from fusion.base.ids import NodeId
+from fusion.wire.v1 import job_pb2
+from fusion_coordinator.keptstates import KeptState
 from fusion_coordinator.state import AnyEvent, State
 from fusion_coordinator.state.events import JobHolds, JobPaused, JobResumed
-from fusion_coordinator.state.records import JobRecord, JobState, NodeState, Pause, ResumeRecord
+from fusion_coordinator.state.records import JobRecord, JobState, NodeState, Pause, ResumeRecord, WeightsRecord
 
 
 def pause(job: JobRecord, who: str, wall_s: float) -> list[AnyEvent]:
@@ -69,4 +75,31 @@ def drains(state: State, wall_s: float) -> list[JobHolds]:
         if leaving:
             names = f"node{'s' if len(leaving) > 1 else ''} {', '.join(leaving)} want{'' if len(leaving) > 1 else 's'}"
             found.append(JobHolds(wall_s, job.job, Pause.REPLAN, f"{names} to leave: goes on without"))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """All states of one step, uploaded."""
+
+    step: int
+    states: tuple[WeightsRecord, ...]  #: by stage
+
+
+def complete_checkpoints(job: JobRecord, kept: Mapping[NodeId, Collection[KeptState]]) -> list[Complete]:
+    """Return the checkpoint steps of which all stages' states of this epoch are uploaded, and that are not made yet."""
+    states = [state for of_node in kept.values() for state in of_node if state.uploaded and state.epoch == job.epoch]
+    if not states:
+        return []
+    every = job_pb2.JobSpec.FromString(job.spec).checkpoint_every_steps
+    newest = job.checkpoints[-1].step if job.checkpoints else 0
+    found = []
+    for step in sorted({state.step for state in states}):
+        if not every or step <= newest or (step % every and step != job.steps):
+            continue
+        by_stage = {
+            state.stage: WeightsRecord(state.digest, state.size_bytes) for state in states if state.step == step
+        }
+        if by_stage.keys() == set(range(len(job.stages))):
+            found.append(Complete(step, tuple(by_stage[stage] for stage in range(len(job.stages)))))
     return found

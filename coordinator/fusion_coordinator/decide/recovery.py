@@ -173,15 +173,15 @@ def _stored_cuts(job: JobRecord, stored: Collection[str]) -> list[Cut]:
 # ---- while its workers end ----
 
 
-def absent(state: State, job: JobRecord, watching: Collection[NodeId]) -> list[str]:
-    """Return the names of the nodes of a broken job that cannot be asked what they keep."""
-    return [
-        stage.node_name
-        for stage in job.stages
-        if stage.node not in watching
-        or (node := state.nodes.get(stage.node)) is None
-        or node.state is not NodeState.MEMBER
-    ]
+def absent(state: State, job: JobRecord, watching: Collection[NodeId]) -> dict[NodeId, bool]:
+    """Return the nodes of a broken job that cannot be asked what they keep, and whether each one's lease still runs."""
+    found = {}
+    for stage in job.stages:
+        node = state.nodes.get(stage.node)
+        leased = node is not None and node.state is NodeState.MEMBER
+        if not leased or stage.node not in watching:
+            found[stage.node] = leased
+    return found
 
 
 def still_working(state: State, job: JobRecord, watching: Collection[NodeId]) -> list[int]:

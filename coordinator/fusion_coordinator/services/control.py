@@ -161,8 +161,11 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
         """Take which states the caller keeps; it replaces what it said before."""
         node = NodeId(who(context).identity)
         nodes.current(self._controller.state, node, request.incarnation)
-        self._controller.states_reported(node, request.incarnation, read_states(request))
-        return node_pb2.StatesReportResponse()
+        states, jobs_known = read_states(request), self._controller.state.jobs
+        self._controller.states_reported(node, request.incarnation, states)
+        named = {state.job for state in states}
+        ended = sorted(job for job in named if job not in jobs_known or jobs_known[job].state.ended)
+        return node_pb2.StatesReportResponse(ended_jobs=ended)
 
     async def ProbeReachability(self, request: node_pb2.ProbeRequest, context: Any) -> node_pb2.ProbeResponse:  # noqa: N802
         """Say where the call comes from and, if an address is stated, whether the caller is reached there."""

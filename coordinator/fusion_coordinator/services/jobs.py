@@ -136,9 +136,13 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
     async def Resume(self, request: coordinator_pb2.ResumeRequest, context: Any) -> coordinator_pb2.JobStatus:  # noqa: N802
         """Let a job go on that pauses, or has failed or was cancelled."""
         caller, controller = who(context), self._controller
-        self._visible(request.job_id, caller)
         wall_s = controller.clock.wall_s()
         from_step = request.from_step if request.HasField("from_step") else None
+        job = self._visible(request.job_id, caller)
+        if from_step is not None:
+            await controller.checkpoints.check(job.job, from_step)
+        elif job.state.ended:
+            await controller.checkpoints.newest(job.job)
 
         def decide(state: State) -> tuple[Sequence[AnyEvent], node_pb2.Ping]:
             job = jobs.visible(state, request.job_id, caller.identity, caller.role)
@@ -153,8 +157,17 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
         self, request: coordinator_pb2.ListCheckpointsRequest, context: Any
     ) -> coordinator_pb2.ListCheckpointsResponse:
         """Return a job's committed checkpoints."""
-        self._visible(request.job_id, who(context))
-        return coordinator_pb2.ListCheckpointsResponse()
+        job, controller = self._visible(request.job_id, who(context)), self._controller
+        answer = coordinator_pb2.ListCheckpointsResponse()
+        for checkpoint in job.checkpoints:
+            answer.checkpoints.add(
+                step=checkpoint.step,
+                epoch=checkpoint.epoch,
+                committed_wall_s=checkpoint.committed_wall_s,
+                states=[tensor_pb2.BlobRef(digest=s.digest, size_bytes=s.size_bytes) for s in checkpoint.states],
+                manifest=await controller.checkpoints.manifest(job.job, checkpoint.step),
+            )
+        return answer
 
     async def Follow(  # noqa: N802
         self, request: coordinator_pb2.FollowRequest, context: Any
