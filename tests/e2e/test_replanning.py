@@ -196,9 +196,9 @@ async def train_coded(scene: Scene) -> tuple[list[fusion.StepMetrics], Run, dict
         await until(lambda: bool(run.status().plan.codec_changes), scene.tasks[0], 120, 0.2)  # type: ignore[union-attr]
         done = run.status().step + STEPS_AFTER_MOVE
         await until(lambda: run.status().step >= done, scene.tasks[0], 120, 0.2)
+        steps = await asyncio.to_thread(lambda: list(run.metrics(follow=False)))
         await asyncio.to_thread(run.cancel)
         await until(lambda: run.status().state.ended, scene.tasks[0], 60, 0.2)
-        steps = await asyncio.to_thread(lambda: list(run.metrics(follow=False)))
         return steps, run, before
 
 
