@@ -160,6 +160,22 @@ def revoke(state_dir: Path | None, identity: str) -> None:
 
 @cli.command()
 @_state_dir_option
+@click.argument("directory", type=click.Path(path_type=Path))
+def backup(state_dir: Path | None, directory: Path) -> None:
+    """Copy the whole state to DIRECTORY, also while the coordinator runs; again into the same one copies what is new.
+
+    To go back to it, copy it to a state directory and start 'fusion-coordinator serve' there. It holds the CA's key.
+    """
+    from fusion.base.units import format_bytes
+    from fusion_coordinator.backup import backup as make_backup
+    from fusion_coordinator.statedir import StateDir
+
+    copied = make_backup(StateDir(_directory(state_dir)), directory)
+    click.echo(f"{directory} is complete: {copied.files} new files, {format_bytes(copied.size_bytes)}")
+
+
+@cli.command()
+@_state_dir_option
 @json_option
 def info(state_dir: Path | None, as_json: bool) -> None:
     """Show the running coordinator."""

@@ -361,6 +361,15 @@ class Controller:
             await self.store.run(self.store.store.drop_blobs, digests)
             await asyncio.to_thread(self.files.remove, digests)
 
+    async def collect_garbage(self) -> int:
+        """Delete blobs that have been there for long and that nothing refers to; return how many."""
+        old = await self.store.run(self.store.store.blobs, self.clock.wall_s() - self.settings.blobs_kept_s)
+        async with self._lock:  # nothing begins to refer to one meanwhile
+            digests = await asyncio.to_thread(moves.droppable, self.state, old)
+            await self.store.run(self.store.store.drop_blobs, digests)
+            await asyncio.to_thread(self.files.remove, digests)
+        return len(digests)
+
     def send_stop(self, stage: StageRecord, job: JobRecord, reason: str) -> None:
         """Tell a stage's node to end its worker."""
         stop = node_pb2.StopWorker(job_id=job.job, epoch=job.epoch, reason=reason)

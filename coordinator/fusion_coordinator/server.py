@@ -15,13 +15,14 @@ import grpc.aio
 
 from fusion.base.address import join_address, split_address
 from fusion.base.clock import Clock, process_clock
-from fusion.base.errors import ConfigError
+from fusion.base.errors import ConfigError, FusionError
 from fusion.observe import history
 from fusion.observe.logs import fields
 from fusion.security.roles import Access, AioAuthorizer
 from fusion.security.tls import server_credentials
 from fusion.transport.channels import SERVER_OPTIONS
 from fusion.wire.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, node_pb2_grpc
+from fusion_coordinator import backup
 from fusion_coordinator.blobs import BlobFiles
 from fusion_coordinator.controller import Controller
 from fusion_coordinator.lock import WAIT_S, StateLock
@@ -136,6 +137,7 @@ class Coordinator:
         log.info("listening", extra=fields(address=self._address, enrolment=self._enrol_address))
         started(running)
         renewal = asyncio.get_running_loop().create_task(self._keep_renewed())
+        upkeep = asyncio.get_running_loop().create_task(self._keep_up(controller))
         stopping = asyncio.ensure_future(stop.wait())
         either: list[asyncio.Future[Any]] = [stopping, controller.failed]
         try:
@@ -144,9 +146,9 @@ class Coordinator:
                 controller.failed.result()
             log.info("stopping")
         finally:
-            for task in (renewal, stopping):
+            for task in (renewal, upkeep, stopping):
                 task.cancel()
-            await asyncio.gather(renewal, stopping, return_exceptions=True)
+            await asyncio.gather(renewal, upkeep, stopping, return_exceptions=True)
 
     async def _keep_renewed(self) -> None:
         while True:
@@ -154,6 +156,17 @@ class Coordinator:
             with contextlib.suppress(OSError):  # a full disk: the certificate lives on for weeks, the next look is soon
                 if self._certificate.renew_if_due():
                     log.info("own certificate renewed")
+
+    async def _keep_up(self, controller: Controller) -> None:
+        """Every hour: a copy of the database, and blobs that nobody needs are deleted."""
+        while True:
+            await asyncio.sleep(self._settings.upkeep_s)
+            try:
+                await asyncio.to_thread(backup.hourly, self._state, self._clock.wall_s())
+                dropped = await controller.collect_garbage()
+                log.info("hourly upkeep is done", extra=fields(blobs_dropped=dropped))
+            except (FusionError, OSError) as error:  # a full disk: the next time is in an hour
+                log.error(f"hourly upkeep failed: {error}")
 
     def _main_server(self, controller: Controller) -> grpc.aio.Server:
         access = Access(self._config.cluster, revoked=lambda: controller.state.revoked, clock=self._clock)

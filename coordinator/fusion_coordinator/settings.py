@@ -37,6 +37,8 @@ class Settings:
     jobs_per_owner: int = 100  #: queued or running at a time
     log_lines_per_job: int = 10_000
     disk_reserve_bytes: int = 256 * MIB  #: uploads never fill the disk further than that
+    upkeep_s: float = 3600.0  #: between copies of the database, and looks for blobs that nobody needs
+    blobs_kept_s: float = 86_400.0  #: a blob that nothing refers to is deleted that long after it was stored
     enrolments_per_s: float = 20.0  #: from one host
     enrolment_burst: int = 40
     probes: bool = True  #: whether nodes measure the links between them

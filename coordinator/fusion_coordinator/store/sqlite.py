@@ -214,6 +214,7 @@ def _copies(path: Path) -> str:
     found: list[str] = []
     with suppress(OSError):
         found = sorted(copy.name for copy in path.parent.glob(f"{path.name}.bak*"))
+        found += [f"backups/{copy.name}" for copy in sorted((path.parent / "backups").glob("*.db"))[-1:]]
     return ", ".join(found) or "there are none beside it"
 
 
