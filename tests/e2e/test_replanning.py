@@ -6,12 +6,14 @@ import asyncio
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fusion
+from fusion.cli.linkview import links_as_json
 from fusion.cli.planview import plan_as_json
 from fusion.cli.wan import Machine, WanLink, WanRelay
 from fusion.job.client import live_cluster
@@ -41,6 +43,7 @@ SETTINGS = {
     "sweep_s": 0.2,
     "replan_s": 0.5,  # a look every second step is what counts
     "replan_hold_off_s": 2.0,
+    "replan_ratio": 1.4,
 }
 
 
@@ -69,8 +72,8 @@ def _square_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 class Scene:
     """Three daemons in this process behind a relay whose links a test can change; their workers are processes."""
 
-    def __init__(self, coordinator: CoordinatorProcess, directory: Path) -> None:
-        self.coordinator, self.directory = coordinator, directory
+    def __init__(self, coordinator: CoordinatorProcess, directory: Path, flops: float = FLOPS) -> None:
+        self.coordinator, self.directory, self.flops = coordinator, directory, flops
         self.at = {name: f"127.0.0.1:{free_port()}" for name in NAMES}
         links = [WanLink(one, other, RATE, DELAY_S) for one in NAMES for other in NAMES]
         self.relay = WanRelay(links, [Machine(name, name, self.at[name]) for name in NAMES])
@@ -87,9 +90,9 @@ class Scene:
             settings = daemon.Settings(
                 home=home,
                 listen=self.at[name],
-                limits=Limits("cpu", 2**30, 1, FLOPS),
+                limits=Limits("cpu", 2**30, 1, self.flops),
                 routes=routes[name],
-                emulate_flops=FLOPS,
+                emulate_flops=self.flops,
             )
             self.tasks.append(asyncio.create_task(daemon.run(settings, credentials)))
 
@@ -103,10 +106,14 @@ class Scene:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    async def slow_down(self, one: str, other: str) -> None:
-        """The link between two nodes, and the first of them."""
+    def narrow(self, one: str, other: str) -> None:
+        """Let the link between two nodes fall to a tenth."""
         for pair in ((one, other), (other, one)):
             self.relay._shapers[pair].rate = SLOW_RATE
+
+    async def slow_down(self, one: str, other: str) -> None:
+        """The link between two nodes, and the first of them."""
+        self.narrow(one, other)
         await asyncio.to_thread(ask, self.directory / one, EmulateSpeed(SLOW_FLOPS))
 
 
@@ -123,7 +130,7 @@ async def train(scene: Scene, job: fusion.Job) -> tuple[list[fusion.StepMetrics]
     async with AsyncExitStack() as stack:
         await scene.start(stack)
         run = await asyncio.to_thread(job.submit, scene.coordinator.address, scene.coordinator.admin())
-        await until(lambda: run.status().step >= FALLS_AFTER, scene.tasks[0], 90, 0.1)
+        await until(lambda: run.status().step >= FALLS_AFTER, scene.tasks[0], 180, 0.1)
         first = [stage.node_name for stage in run.status().stages[:2]]
         await scene.slow_down(*first)
         await until(lambda: epoch_of(run) > 1, scene.tasks[0], 120, 0.2)
@@ -156,3 +163,58 @@ def test_f13_a_job_moves_once_off_a_link_that_fell_and_a_node_that_slowed_and_it
     assert tuple(fallen[::-1]) not in pairwise(nodes)
     share = {stage["node"]: stage["end_operator"] - stage["first_operator"] for stage in plan["stages"]}
     assert share.get(fallen[0], 0) < min(count for node, count in share.items() if node != fallen[0])
+
+
+RECODING = SETTINGS | {"recode_wins": 1, "recode_hold_off_s": 0.5}
+FAST = 8e9  #: emulated: at RATE links need no codec, at a tenth of it they hold the step up
+
+
+def coded_job(**settings: Any) -> fusion.Job:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(9) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    x = torch.randn(1024, 256)
+    values = {"steps": STEPS, "batch_size": 1024, "micro_batches": 2, "determinism": "strict", "threads": 1}
+    values |= {"stages": 3, "replan": False, "compression": "auto:7.5"}
+    model, optimizer = nn.Sequential(*layers), fusion.AdamW(1e-3)
+    return fusion.Job(model, {"input": x, "target": x}, optimizer, loss=_square_loss, **(values | settings))
+
+
+def codecs_of(run: Run) -> dict[str, str]:
+    found = links_as_json(run.status())
+    return {f"{link['source']}>{link['target']}": link["codec"] for link in found["links"]} if found else {}
+
+
+async def train_coded(scene: Scene) -> tuple[list[fusion.StepMetrics], Run, dict[str, str]]:
+    """Run the job until its first link has fallen and some steps were done with other codecs; return the first ones."""
+    async with AsyncExitStack() as stack:
+        await scene.start(stack)
+        job = coded_job(planner="equal-compute")
+        run = await asyncio.to_thread(job.submit, scene.coordinator.address, scene.coordinator.admin())
+        await until(lambda: run.status().step >= FALLS_AFTER, scene.tasks[0], 90, 0.1)
+        before = codecs_of(run)
+        scene.narrow(*(stage.node_name for stage in run.status().stages[:2]))
+        await until(lambda: bool(run.status().plan.codec_changes), scene.tasks[0], 120, 0.2)  # type: ignore[union-attr]
+        done = run.status().step + STEPS_AFTER_MOVE
+        await until(lambda: run.status().step >= done, scene.tasks[0], 120, 0.2)
+        steps = await asyncio.to_thread(lambda: list(run.metrics(follow=False)))
+        await asyncio.to_thread(run.cancel)
+        await until(lambda: run.status().state.ended, scene.tasks[0], 60, 0.2)
+        return steps, run, before
+
+
+def test_links_take_stronger_codecs_when_one_falls_and_the_record_of_it_gives_the_same_losses(tmp_path: Path) -> None:
+    with CoordinatorProcess(tmp_path / "coordinator", RECODING) as coordinator:
+        steps, run, before = asyncio.run(train_coded(Scene(coordinator, tmp_path, FAST)))
+        status = run.status()
+        links = links_as_json(status)
+        lines = [line.text for line in run.logs()]
+    assert links is not None
+    assert status.plan is not None
+    assert status.plan.epoch == 1
+    ratio = {"none": 1, "bf16": 2, "int8": 4, "int4": 7}
+    after = {f"{link['source']}>{link['target']}": link["codec"] for link in links["links"]}
+    assert ratio[after["0>1"]] > ratio[before["0>1"]]
+    assert any("codecs from step" in line and "the links hold the step up" in line for line in lines)
+    cuts = [stage.first_operator for stage in status.plan.stages[1:]]
+    again = coded_job(steps=max(len(steps), status.plan.codec_changes[-1].from_step), compression=links["compression"])
+    assert [step.loss for step in steps] == [step.loss for step in again.run_local(cuts=cuts).metrics][: len(steps)]
