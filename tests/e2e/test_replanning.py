@@ -16,8 +16,10 @@ import fusion
 from fusion.cli.linkview import links_as_json
 from fusion.cli.planview import plan_as_json
 from fusion.cli.wan import Machine, WanLink, WanRelay
+from fusion.compress.catalog import parse_codec
 from fusion.job.client import live_cluster
 from fusion.job.run import Run
+from fusion.plan.codecs import plan_codec
 from fusion_node import daemon
 from fusion_node.hardware import Limits
 from fusion_node.localport import EmulateSpeed, ask
@@ -184,6 +186,12 @@ def codecs_of(run: Run) -> dict[str, str]:
     return {f"{link['source']}>{link['target']}": link["codec"] for link in found["links"]} if found else {}
 
 
+def changed_at(run: Run) -> int:
+    """Return the first step with other codecs; phases of "auto" itself begin in the second half of the run."""
+    plan = run.status().plan
+    return min((change.from_step for change in plan.codec_changes), default=STEPS) if plan is not None else STEPS
+
+
 async def train_coded(scene: Scene) -> tuple[list[fusion.StepMetrics], Run, dict[str, str]]:
     """Run the job until its first link has fallen and some steps were done with other codecs; return the first ones."""
     async with AsyncExitStack() as stack:
@@ -193,7 +201,7 @@ async def train_coded(scene: Scene) -> tuple[list[fusion.StepMetrics], Run, dict
         await until(lambda: run.status().step >= FALLS_AFTER, scene.tasks[0], 90, 0.1)
         before = codecs_of(run)
         scene.narrow(*(stage.node_name for stage in run.status().stages[:2]))
-        await until(lambda: bool(run.status().plan.codec_changes), scene.tasks[0], 120, 0.2)  # type: ignore[union-attr]
+        await until(lambda: changed_at(run) <= STEPS // 2, scene.tasks[0], 120, 0.2)
         done = run.status().step + STEPS_AFTER_MOVE
         await until(lambda: run.status().step >= done, scene.tasks[0], 120, 0.2)
         steps = await asyncio.to_thread(lambda: list(run.metrics(follow=False)))
@@ -202,6 +210,7 @@ async def train_coded(scene: Scene) -> tuple[list[fusion.StepMetrics], Run, dict
         return steps, run, before
 
 
+@pytest.mark.faults
 def test_links_take_stronger_codecs_when_one_falls_and_the_record_of_it_gives_the_same_losses(tmp_path: Path) -> None:
     with CoordinatorProcess(tmp_path / "coordinator", RECODING) as coordinator:
         steps, run, before = asyncio.run(train_coded(Scene(coordinator, tmp_path, FAST)))
@@ -211,10 +220,10 @@ def test_links_take_stronger_codecs_when_one_falls_and_the_record_of_it_gives_th
     assert links is not None
     assert status.plan is not None
     assert status.plan.epoch == 1
-    ratio = {"none": 1, "bf16": 2, "int8": 4, "int4": 7}
     after = {f"{link['source']}>{link['target']}": link["codec"] for link in links["links"]}
-    assert ratio[after["0>1"]] > ratio[before["0>1"]]
+    assert plan_codec(parse_codec(after["0>1"])).ratio > plan_codec(parse_codec(before["0>1"])).ratio
     assert any("codecs from step" in line and "the links hold the step up" in line for line in lines)
     cuts = [stage.first_operator for stage in status.plan.stages[1:]]
-    again = coded_job(steps=max(len(steps), status.plan.codec_changes[-1].from_step), compression=links["compression"])
+    phases = [word for word in links["compression"].split() if int((word.split("@") + ["1"])[1]) <= len(steps)]
+    again = coded_job(steps=len(steps), compression=" ".join(phases))
     assert [step.loss for step in steps] == [step.loss for step in again.run_local(cuts=cuts).metrics][: len(steps)]
