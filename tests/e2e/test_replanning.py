@@ -224,6 +224,6 @@ def test_links_take_stronger_codecs_when_one_falls_and_the_record_of_it_gives_th
     assert plan_codec(parse_codec(after["0>1"])).ratio > plan_codec(parse_codec(before["0>1"])).ratio
     assert any("codecs from step" in line and "the links hold the step up" in line for line in lines)
     cuts = [stage.first_operator for stage in status.plan.stages[1:]]
-    phases = [word for word in links["compression"].split() if int((word.split("@") + ["1"])[1]) <= len(steps)]
+    phases = [word for word in links["compression"].split() if int([*word.split("@"), "1"][1]) <= len(steps)]
     again = coded_job(steps=len(steps), compression=" ".join(phases))
     assert [step.loss for step in steps] == [step.loss for step in again.run_local(cuts=cuts).metrics][: len(steps)]
