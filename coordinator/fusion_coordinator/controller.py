@@ -348,7 +348,8 @@ class Controller:
         for stage in job.stages:
             if not stage.state.ended or stage.state is StageState.HELD:
                 self.send_stop(stage, job, reason)
-        for node in self.kept.of(job.job):  # asked what they keep, they are answered that this is needed no more
+        # Asked what they keep, nodes are answered that this is needed no more.
+        for node in {*self.kept.of(job.job), *(stage.node for stage in job.stages)}:
             self.push(node, node_pb2.Command(report_states=node_pb2.ReportStatesOrder()))
         await self._drop_outdated(before)
         self._schedule_wanted.set()

@@ -26,7 +26,6 @@ from fusion_node.events import (
     Drained,
     Event,
     Exit,
-    Forget,
     Heartbeat,
     HeartbeatAnswered,
     HoldOrdered,
@@ -322,8 +321,6 @@ class Agent:
             self._report(waiting, stopped)
         if worker is not None and _meant(event, worker.assignment.ref):
             self._stop_worker(event.reason, STOP_GRACE_S, stopped)
-        if event.epoch in (0, self._newest.get(event.job, 0)):  # a newer epoch may still start from what is kept
-            self._do(Forget(event.job))
 
     def _ordered(self, event: HoldOrdered | CodecsOrdered, action: Action) -> None:
         """Pass a command on to the worker that it is meant for, while that works."""

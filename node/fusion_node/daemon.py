@@ -239,8 +239,6 @@ class Daemon:
                 self._supervisor.tell(Hold())
             case events.RecodeWorker():
                 self._supervisor.tell(action.change)
-            case events.Forget():
-                self._states.clear(action.job)
                 self._clerk.report()
             case events.LeaseWorker():
                 self._supervisor.lease(action.until_s)

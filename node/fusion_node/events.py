@@ -228,13 +228,6 @@ class RecodeWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """Delete what was kept on the disk for a job to go on here."""
-
-    job: str
-
-
-@dataclass(frozen=True, slots=True)
 class LeaseWorker:
     """Tell the worker until when this node may speak for its stage."""
 
@@ -306,7 +299,6 @@ Action = (
     | StopWorker
     | HoldWorker
     | RecodeWorker
-    | Forget
     | LeaseWorker
     | ReportStates
     | ReportStage

@@ -251,7 +251,7 @@ def test_a_second_job_waits_for_the_worker_of_one_that_is_over():
 def test_a_stop_ends_the_worker_and_says_stopped():
     agent = training()
     actions = agent.handle(a.StopOrdered(7, JOB, 1, "cancelled by its owner"), 102.0)
-    assert actions == [a.StopWorker("cancelled by its owner", 10.0), a.Forget(JOB)]
+    assert actions == [a.StopWorker("cancelled by its owner", 10.0)]
     assert reports(agent.handle(a.WorkerExited("crash", "killed by signal 15"), 103.0)) == [(JOB, 1, "stopped", "")]
 
 
@@ -259,7 +259,7 @@ def test_a_stop_for_another_epoch_or_job_leaves_the_worker_alone():
     agent = registered()
     assign(agent, epoch=2)
     assert agent.handle(a.StopOrdered(7, JOB, 1, "late"), 102.0) == []
-    assert agent.handle(a.StopOrdered(7, "job-bbbbbbbbbb", 0, "other"), 102.0) == [a.Forget("job-bbbbbbbbbb")]
+    assert agent.handle(a.StopOrdered(7, "job-bbbbbbbbbb", 0, "other"), 102.0) == []
 
 
 def test_a_stop_that_overtakes_its_assignment_wins():

@@ -57,17 +57,3 @@ def test_the_next_epoch_starts_at_once_when_the_worker_that_held_is_gone(agent: 
     agent.handle(a.WorkerReported(HELD), 102.0)
     assert a.ReportStage not in kinds(agent.handle(a.WorkerExited("", ""), 103.0))
     assert kinds(agent.handle(assigned(2), 104.0)) == [a.StartWorker]
-
-
-def test_what_is_kept_goes_with_the_job_and_not_by_a_stop_of_an_epoch_that_is_over(agent: Agent):
-    agent.handle(a.WorkerReported(HELD), 102.0)
-    agent.handle(assigned(2), 103.0)
-    assert a.Forget not in kinds(agent.handle(a.StopOrdered(7, JOB, 1, "it has moved on"), 104.0))
-    agent.handle(a.WorkerExited("", ""), 104.0)
-    assert a.Forget(JOB) in agent.handle(a.StopOrdered(7, JOB, 2, "cancelled"), 105.0)
-
-
-def test_a_node_that_is_left_out_forgets(agent: Agent):
-    agent.handle(a.WorkerReported(HELD), 102.0)
-    agent.handle(a.WorkerExited("", ""), 103.0)
-    assert agent.handle(a.StopOrdered(7, JOB, 1, "it goes on without this node"), 104.0) == [a.Forget(JOB)]
