@@ -59,7 +59,7 @@ class Case:
 
 def crash(cluster: FaultCluster, name: str, point: str) -> Case:
     """Kill a stage's node where `point` says."""
-    cluster.set_failpoints(paced(0.02, f"{point}:kill9-node"))
+    cluster.set_failpoints(paced(0.1, f"{point}:kill9-node"))
     job = make_job(STEPS, STAGES)
     with cluster.submit(job) as run:
         equal = _curve_equal(run)

@@ -20,7 +20,7 @@ STEPS = 12
 
 def recovers(cluster: FaultCluster, *points: str, stages: int = 4, lost: int = 1) -> History:
     """Run a job that fails at these points; it ends as if nothing had happened, and says once what did."""
-    cluster.set_failpoints(paced(0.02, *points))
+    cluster.set_failpoints(paced(0.1, *points))
     job = make_job(STEPS, stages)
     with cluster.submit(job) as run:
         history = cluster.finishes(run, job)
