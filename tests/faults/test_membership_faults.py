@@ -85,31 +85,6 @@ def test_f33_a_certificate_is_renewed_while_the_node_works_and_no_stream_breaks(
         assert "certificate renewed" in cluster.log("node-1")
 
 
-def test_f35_a_job_pauses_for_want_of_memory_and_goes_on_when_a_node_joins(tmp_path: Path) -> None:
-    """Each node may give a job less than the model takes, and two of them enough."""
-    sizes = {f"node-{number}": ("--max-memory", _NOT_ENOUGH) for number in range(3)}
-    with FaultCluster(tmp_path, nodes=3, arguments=sizes) as cluster:
-        cluster.set_failpoints(paced(0.1))
-        for name in ("node-1", "node-2"):
-            cluster.kill(name)
-        eventually(lambda: list(cluster.node_states().values()).count("idle") == 1, "one node is left", 45.0)
-        job = make_job(12, stages=2)
-        with cluster.submit(job) as run:
-            eventually(lambda: "more are needed" in run.status().reason, "it waits for memory")
-            cluster.helpers.again("node-1")
-            eventually(lambda: run.status().step >= 3, "it trains", 60.0)
-            gone = next(stage.node_name for stage in run.status().stages if stage.node_name == "node-1")
-            cluster.kill(gone)
-            eventually(lambda: run.status().state is fusion.JobState.PAUSED, f"it pauses: {run.status()}", 60.0)
-            assert "more are needed" in run.status().reason
-            cluster.helpers.again("node-2")
-            history = cluster.finishes(run, job)
-        assert history.lost_steps() <= 1
-
-
-_NOT_ENOUGH = "1300KiB"
-
-
 def test_a_node_that_joins_while_a_job_runs_is_used_when_the_job_needs_it(cluster: FaultCluster) -> None:
     cluster.kill("node-3")
     eventually(lambda: cluster.node_states()["node-3"] == "lost", "it is lost", 45.0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import fusion
 from tests.faults.test_coordinator_faults import goes_on_undisturbed
-from tests.support.cluster import eventually
 from tests.support.faultcluster import FaultCluster, make_job, paced
 
 pytestmark = pytest.mark.faults
@@ -50,33 +48,6 @@ def test_f28_a_device_that_fails_once_is_used_again_and_one_that_fails_twice_is_
     last = max(history.epochs())
     if failed[0] == failed[1]:
         assert failed[0] not in {line["name"] for line in history.steps if line["epoch"] == last}
-
-
-def test_f25_a_checkpoint_that_was_changed_is_refused_with_both_digests_and_an_older_one_taken(
-    cluster: FaultCluster,
-) -> None:
-    cluster.set_failpoints(paced(0.05))
-    job = make_job(20, checkpoint=5)
-    with cluster.running(job, step=12) as run:
-        eventually(lambda: len(_committed(cluster, run)) >= 2, "two checkpoints were committed")
-        newest = _committed(cluster, run)[-1]
-        for state in newest["states"]:
-            for path in (cluster.directory / "coordinator" / "blobs").rglob(f"*{state['digest']}*"):
-                path.chmod(0o600)
-                content = bytearray(path.read_bytes())
-                content[len(content) // 2] ^= 1
-                path.write_bytes(content)
-        for name in cluster.nodes:
-            cluster.kill(name)
-        for name in cluster.nodes:
-            cluster.helpers.again(name)
-        history = cluster.finishes(run, job)
-    assert history.lost_steps() <= 15
-
-
-def _committed(cluster: FaultCluster, run: fusion.Run) -> list[dict]:
-    lines = [line for line in cluster.events(run.job_id).plans if line["kind"] == "CheckpointCommitted"]
-    return [line["checkpoint"] for line in lines]
 
 
 def test_f38_a_copy_of_a_state_that_is_damaged_on_its_way_is_never_used(cluster: FaultCluster) -> None:
