@@ -191,16 +191,19 @@ class FaultCluster(Cluster):
         }
 
     def check_nothing_is_left(self) -> None:
-        """V8: no worker, no half-written file, and daemons and coordinator as large as they were."""
+        """V8: no worker, no half-written file, no state of a job, and daemons and coordinator as large as they were."""
+        self.heal()
         eventually(self._idle, "V8 all nodes are idle", 30.0)
-        left = [path for path in self.directory.rglob("*") if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
-        left += (self.directory / "states").rglob("*.safetensors")
-        assert not left, f"V8 left behind: {left}"
+        eventually(lambda: not self._files_left(), f"V8 left behind: {self._files_left()}", 20.0)
         for name, (fds, rss) in self._measure().items():
             before = self._sizes.get(name)
             if before is not None:
                 assert fds <= before[0] + 12, f"V8 {name} has {fds} descriptors, had {before[0]}"
                 assert rss <= before[1] * 1.05 + 16 * 2**20, f"V8 {name} has {rss >> 20} MiB, had {before[1] >> 20}"
+
+    def _files_left(self) -> list[Path]:
+        half = [path for path in self.directory.rglob("*") if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
+        return half + list((self.directory / "states").rglob("*.safetensors"))
 
     @contextmanager
     def reviving(self, name: str, pause_s: float = 0.0) -> Iterator[list[float]]:
