@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -60,6 +59,7 @@ class ReplicaSender:
         self._lock = threading.Lock()
         self._settled: str = ""  #: digest of the newest that the holder has answered for good
         self._sent_s = self._rest_until_s = 0.0  #: monotonic
+        self._busy_s = 0.0  #: that the parts of the one under way have kept the link from other messages
         self._under_way: tuple[Kept, Path] | None = None
         self._tries = 0
         self._complained = False
@@ -68,7 +68,7 @@ class ReplicaSender:
         """Send a state in the background."""
         with self._lock:
             self._under_way, self._tries = (kept, path), 1
-            self._sent_s = time.monotonic()
+            self._sent_s, self._busy_s = time.monotonic(), 0.0
         self._queue(kept, path)
 
     def settled(self, kept: Kept) -> bool:
@@ -88,7 +88,7 @@ class ReplicaSender:
             again = word == Answer.DAMAGED and self._tries < _TRIES
             self._tries += 1
             if not again:
-                self._rest_until_s = self._sent_s + (time.monotonic() - self._sent_s) / LINK_SHARE
+                self._rest_until_s = self._sent_s + self._busy_s / LINK_SHARE
                 self._settled, self._under_way = digest, None
         if again:
             self._log("warning", f"replica of step {kept.step} arrived damaged at {self._name}; sent again")
@@ -103,7 +103,22 @@ class ReplicaSender:
         first = _header(MessageKind.REPLICA, kept.step, 0)
         self._send(self._holder, Outgoing(lambda: (first, announcement), background=True))
         for number in range(1, count + 1):
-            self._send(self._holder, Outgoing(partial(_read_part, kept, path, number), background=True))
+            self._send(self._holder, self._part(kept, path, number))
+
+    def _part(self, kept: Kept, path: Path, number: int) -> Outgoing:
+        """Return a part that counts how long the link was busy with it; what it waited for its turn does not count."""
+        begun_s = 0.0
+
+        def prepare() -> tuple[MessageHeader, bytes]:
+            nonlocal begun_s
+            message = _read_part(kept, path, number)
+            begun_s = time.monotonic()
+            return message
+
+        def sent(_wire_bytes: int) -> None:
+            self._busy_s += time.monotonic() - begun_s
+
+        return Outgoing(prepare, background=True, sent=sent)
 
 
 def _read_part(kept: Kept, path: Path, number: int) -> tuple[MessageHeader, bytes]:
