@@ -301,7 +301,7 @@ class Controller:
         job = self.state.jobs[event.job]
         stage = before.stages[event.stage]
         text = f"stage {event.stage} on {stage.node_name} is {event.state.name.lower()}"
-        level = "error" if event.state is StageState.FAILED else "info"
+        level = "warning" if event.state is StageState.FAILED else "info"  # the one error is what follows from it
         await self.note(event.job, level, text + (f": {event.detail}" if event.detail else ""))
         presence = self.presences.get(stage.node)
         if event.state.ended and presence is not None:
