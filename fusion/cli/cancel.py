@@ -13,7 +13,7 @@ from fusion.cli.output import coordinator_option, json_option, print_json, statu
 @coordinator_option
 @json_option
 def cancel(job: str, reason: str, coordinator: str | None, as_json: bool) -> None:
-    """Cancel JOB. What it has trained so far is lost."""
+    """Cancel JOB. 'fusion resume' can take it up again from its last checkpoint, if it has one."""
     from fusion.job.client import Client
 
     with Client(coordinator) as client:
