@@ -63,6 +63,7 @@ from fusion_coordinator.state.events import (
 from fusion_coordinator.state.records import JobRecord, JobState, NodeState, RecoveryRecord, StageRecord, StageState
 from fusion_coordinator.store.base import Answer, Request
 from fusion_coordinator.store.thread import StoreThread
+from fusion_coordinator.timelines import Timelines
 
 log = logging.getLogger("fusion.coordinator.controller")
 M = TypeVar("M", bound=Message)
@@ -92,6 +93,7 @@ class Controller:
         self._watches: dict[JobId, JobWatch] = {}
         self._sessions: dict[NodeId, Session] = {}
         self.links = LinkWatch()
+        self.timelines = Timelines()
         self.kept = KeptBook()
         self._planner = Planner(files)
         self.replanner = Replanner(self, self._planner)

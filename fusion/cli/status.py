@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -19,15 +20,30 @@ if TYPE_CHECKING:
 @click.argument("job", required=False)
 @click.option("--plan", "with_plan", is_flag=True, help="Show what JOB's plan predicts beside what was measured.")
 @click.option("--links", "with_links", is_flag=True, help="Show the codec of each of JOB's links and what it costs.")
+@click.option("--timeline", "with_timeline", is_flag=True, help="Show what JOB's stages and links spend a step on.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write JOB's last steps as a Chrome trace (Perfetto).")
+@click.option("--svg", type=click.Path(path_type=Path), help="Write JOB's last steps as a picture.")
 @coordinator_option
 @json_option
-def status(job: str | None, with_plan: bool, with_links: bool, coordinator: str | None, as_json: bool) -> None:
+def status(
+    job: str | None,
+    with_plan: bool,
+    with_links: bool,
+    with_timeline: bool,
+    trace: Path | None,
+    svg: Path | None,
+    coordinator: str | None,
+    as_json: bool,
+) -> None:
     """Show all your jobs, or one JOB with the part of the model that each node trains."""
     from fusion.cli.linkview import link_lines, links_as_json
     from fusion.cli.planview import plan_as_json, plan_lines
+    from fusion.cli.timelineview import measured_timeline, timeline_as_json, timeline_lines, write_pictures
     from fusion.job.client import Client
 
-    for name, given in (("--plan", with_plan), ("--links", with_links)):
+    measured = bool(with_timeline or trace or svg)
+    wanted = (("--plan", with_plan), ("--links", with_links), ("--timeline", with_timeline), ("--trace", trace))
+    for name, given in (*wanted, ("--svg", svg)):
         if given and job is None:
             raise UsageError(f"{name} needs a job: fusion status JOB {name}")
 
@@ -40,14 +56,25 @@ def status(job: str | None, with_plan: bool, with_links: bool, coordinator: str 
                 _show_all(jobs)
             return
         found = client.get(job)
+        timeline = measured_timeline(client, found) if measured else None
+    names = [stage.node_name for stage in found.stages]
+    if timeline is not None:
+        write_pictures(timeline, found, names, trace, svg)
     if as_json:
         more = {"plan": plan_as_json(found)} if with_plan else {}
         more |= {"links": links_as_json(found)} if with_links else {}
+        more |= {"timeline": timeline_as_json(timeline)} if timeline is not None and with_timeline else {}
         print_json(status_as_json(found) | more)
     else:
         _show(found, with_plan)
         for line in [*(plan_lines(found) if with_plan else ()), *(link_lines(found) if with_links else ())]:
             click.echo(f"  {line}")
+        if timeline is not None and with_timeline:
+            for line in timeline_lines(timeline, [printable(name) for name in names]):
+                click.echo(f"  {line}")
+        for path in (trace, svg):
+            if path is not None:
+                click.echo(f"  wrote {path}")
 
 
 def _show_all(jobs: list[JobStatus]) -> None:

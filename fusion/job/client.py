@@ -27,6 +27,7 @@ from fusion.protocol.jobstatus import (
 )
 from fusion.protocol.metrics import StepMetrics, metrics_from_proto
 from fusion.protocol.status import from_rpc_error
+from fusion.protocol.timeline import StageSpans, stage_spans_from_proto
 from fusion.security.credentials import Credentials
 from fusion.security.tls import coordinator_server_name
 from fusion.transport.blobs import BlobClient
@@ -143,6 +144,14 @@ class Client:
         """Return a job's status; NotFoundError if there is none of that id."""
         request = coordinator_pb2.GetJobRequest(job_id=check_job_id(job_id))
         return status_from_proto(self._call(f"job {job_id}", lambda s: self._jobs.Get(request, timeout=s)))
+
+    def timeline(self, job_id: str) -> list[StageSpans]:
+        """Return what each stage did when in the last few steps, by its own clock."""
+        request = coordinator_pb2.TimelineRequest(job_id=check_job_id(job_id))
+        answer: coordinator_pb2.TimelineResponse = self._call(
+            f"job {job_id}", lambda s: self._jobs.Timeline(request, timeout=s)
+        )
+        return [stage_spans_from_proto(item) for item in answer.stages]
 
     def list(self) -> list[JobStatus]:
         """Return the caller's jobs, as the coordinator orders them."""

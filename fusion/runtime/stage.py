@@ -17,7 +17,9 @@ from fusion.base.errors import NumericError, StoppedError
 from fusion.base.ids import EdgeId, StageIndex
 from fusion.graph.partition import Edge, Partition
 from fusion.observe import failpoints
+from fusion.observe.spans import SpanRecorder
 from fusion.plan.schedule import StageSchedule
+from fusion.plan.timeline import Kind
 from fusion.protocol.job import JobSpec
 from fusion.protocol.messages import MessageKind
 from fusion.protocol.passes import CodecPass, NormPass, VerdictPass
@@ -30,6 +32,12 @@ from fusion.runtime.optimizer import OPTIMIZER_PREFIX, StageOptimizer, decide, s
 from fusion.runtime.versions import Keeper, Versions
 
 MOST_SKIPS = 3  #: steps in a row whose gradients are not finite end the run
+_SPANS: dict[type[machine.Instruction], Kind] = {
+    machine.Forward: Kind.FORWARD,
+    machine.Backward: Kind.BACKWARD,
+    machine.Update: Kind.UPDATE,
+    machine.Evaluate: Kind.EVALUATE,
+}
 _LONGEST_WAIT_S = 1.0  #: between two looks at whether the stage was asked to stop
 
 
@@ -126,6 +134,7 @@ class StageRunner:
         """`coder` is that of the outbox: what it keeps between steps is the stage's state."""
         self._job = job
         self._coder = coder
+        self.spans: SpanRecorder | None = None  #: notes what the stage does when, if somebody wants to know
         self.pace = pace  #: of an emulated device; may be changed while it runs, from any thread
         self._partition = partition
         self.executor = executor
@@ -208,9 +217,13 @@ class StageRunner:
         if instruction is None:
             return False
         state = self._step_state(instruction.step)
-        begin_s = time.perf_counter()
+        begin_s, start_s = time.perf_counter(), time.monotonic()
         self._execute(instruction, state)
         state.compute_s += time.perf_counter() - begin_s
+        kind = _SPANS.get(type(instruction))
+        if self.spans is not None and kind is not None:
+            micro_batch = getattr(instruction, "micro_batch", -1)
+            self.spans.work(kind, instruction.step, micro_batch, start_s, time.monotonic())
         if isinstance(instruction, machine.EndStep):
             self._report(instruction.step, state)
         return True
@@ -220,7 +233,11 @@ class StageRunner:
         with suppress(queue.Empty):
             self._note(*self._arrivals.get(timeout=_LONGEST_WAIT_S))
         if self._state is not None:
-            self._count_wait(self._state, missing, time.perf_counter() - begin_s)
+            waited_s = time.perf_counter() - begin_s
+            self._count_wait(self._state, missing, waited_s)
+            if self.spans is not None and self._machine.current is not None:
+                end_s = time.monotonic()
+                self.spans.work(Kind.WAIT, self._machine.current.step, -1, end_s - waited_s, end_s)
 
     def _count_wait(self, state: _StepState, missing: set[Key], seconds: float) -> None:
         """Share a wait out among the stages that something was still missing from."""

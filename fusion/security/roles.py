@@ -43,6 +43,7 @@ METHOD_ROLES: dict[str, frozenset[Role]] = {
     "/fusion.wire.v1.Jobs/Get": _OWNERS,
     "/fusion.wire.v1.Jobs/List": _OWNERS,
     "/fusion.wire.v1.Jobs/Follow": _OWNERS,
+    "/fusion.wire.v1.Jobs/Timeline": _OWNERS,
     "/fusion.wire.v1.Jobs/Cancel": _OWNERS,
     "/fusion.wire.v1.Jobs/Move": _OWNERS,
     "/fusion.wire.v1.Jobs/Pause": _OWNERS,

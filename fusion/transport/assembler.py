@@ -337,6 +337,7 @@ class Assembler:
             header=opened.header,
             payload=opened.payload,
             release=self._release_once(opened.cost, len(opened.payload)),
+            began_s=opened.began_s,
         )
 
     def _release_once(self, cost: int, size: int) -> Callable[[], None]:

@@ -30,6 +30,7 @@ class Incoming:
     header: MessageHeader
     payload: memoryview
     release: Callable[[], None]
+    began_s: float = 0.0  #: when its header came, on the monotonic clock
 
 
 class Receiver(Protocol):

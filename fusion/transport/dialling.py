@@ -198,7 +198,7 @@ class OutgoingStream:
         elif body == "credit" and talk.answered:
             self._outbox.credit(message.credit.bytes)
         elif body == "ack" and talk.answered:
-            self._outbox.acknowledge(message.ack.bytes, message.ack.whole)
+            self._outbox.acknowledge(message.ack.bytes, message.ack.whole, message.ack.clock_s)
             self._adapt(talk, route)
         elif body == "goodbye":
             self._host.parted(self._session.target, message.goodbye.reason)

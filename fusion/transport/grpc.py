@@ -14,6 +14,7 @@ import grpc
 
 from fusion.base.errors import AuthError, ConfigError, FusionError, StateError, UnreachableError
 from fusion.base.ids import Epoch, Incarnation, JobId, NodeId, StageIndex
+from fusion.links.clocks import Offset
 from fusion.protocol.messages import Session
 from fusion.security.credentials import Credentials, Role
 from fusion.security.tls import Caller, node_server_name, server_credentials
@@ -237,6 +238,11 @@ class GrpcTransport:
     def counters(self) -> dict[StageIndex, tuple[SendCounters, ReceiveCounters]]:
         """Return what went to and came from each peer so far."""
         return {stage: (peer.outbox.counters, peer.assembler.counters) for stage, peer in self._peers.items()}
+
+    def clocks(self) -> dict[StageIndex, Offset]:
+        """Return how far the clocks of the peers are ahead of ours, as far as that is known."""
+        found = {stage: peer.outbox.clock.offset() for stage, peer in self._peers.items()}
+        return {stage: offset for stage, offset in found.items() if offset is not None}
 
     def drain(self, patience_s: float, give_up: Callable[[], bool]) -> None:
         """Return once the peers have used everything that was sent, or have gone; or once `give_up()` says so.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fusion.base.errors import WireError
+from fusion.links.clocks import ClockBook
 from fusion.protocol.header import header_to_proto
 from fusion.protocol.messages import MessageHeader, Session
 from fusion.transport.base import Outgoing
@@ -46,6 +47,7 @@ class _Prepared:
     number: int = 0  #: on the wire, once it has been announced
     offset: int = 0  #: of the next chunk
     wire_bytes: int = 0
+    left_s: float = 0.0  #: when it was announced
     counted: bool = False  #: it has left whole once
 
     @property
@@ -97,6 +99,7 @@ class Outbox:
     def __init__(self, session: Session, next_sequence: Callable[[], int]) -> None:
         self.counters = SendCounters()
         self.goodput = Goodput()
+        self.clock = ClockBook()  #: the receiver's
         self.streams = StreamCount()  #: how many connections the link should use
         self._session, self._next_sequence = session, next_sequence
         self._lock = threading.Lock()
@@ -202,10 +205,10 @@ class Outbox:
             self._credited += count
             self._changed.notify_all()
 
-    def acknowledge(self, total_bytes: int, whole: Iterable[int]) -> None:
+    def acknowledge(self, total_bytes: int, whole: Iterable[int], clock_s: float = 0.0) -> None:
         """Learn what has arrived: bytes since the present streams began, and messages that need not be kept.
 
-        WireError if that cannot be.
+        clock_s: the receiver's clock when it wrote that; 0: not stated. WireError if that cannot be.
         """
         with self._changed:
             if not self._acked_bytes <= total_bytes <= self._sent_bytes:
@@ -220,6 +223,8 @@ class Outbox:
                 if message is None or message.offset < len(message.payload):
                     raise WireError(f"acknowledges message {number}, which was not sent")
                 del self._kept[number]
+                if clock_s:
+                    self.clock.pair(message.left_s, clock_s, now_s)
             if self._goodbye is not None:
                 self._changed.notify_all()
 
@@ -377,6 +382,7 @@ class Outbox:
         else:
             self._number += 1
             message.number = self._number
+            message.left_s = time.monotonic()
             self._charged += message.cost
             self._kept[message.number] = message
             self._room.notify_all()  # the next one may be prepared

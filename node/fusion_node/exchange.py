@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -13,6 +14,8 @@ from fusion.compress import raw
 from fusion.compress.catalog import largest_frame_bytes
 from fusion.graph.dag import InputKind, Value
 from fusion.graph.partition import Partition
+from fusion.observe.spans import SpanRecorder
+from fusion.plan.timeline import Kind
 from fusion.protocol.messages import MessageHeader, MessageKind
 from fusion.protocol.passes import MAX_VERDICT_BYTES, NORM_BYTES
 from fusion.runtime.coding import StageCoder
@@ -22,22 +25,35 @@ from fusion.runtime.stage import Arrived, StageRunner
 from fusion.transport.base import Incoming, Outgoing, Payload, Transport
 from fusion_node import replicas
 
+_WIRE_KINDS = {
+    MessageKind.ACTIVATION: Kind.ACTIVATION,
+    MessageKind.EVAL: Kind.ACTIVATION,
+    MessageKind.GRADIENT: Kind.GRADIENT,
+    MessageKind.TIED: Kind.TIED,
+    MessageKind.NORM: Kind.NORM,
+    MessageKind.VERDICT: Kind.VERDICT,
+}
 _VALUE_KINDS = (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.EVAL)
 
 
 class WireOutbox:
     """Hands a stage's messages to the transport. Tensors are encoded on the link's own thread."""
 
-    def __init__(self, transport: Transport, coder: StageCoder) -> None:
+    def __init__(self, transport: Transport, coder: StageCoder, spans: SpanRecorder | None = None) -> None:
         self._transport = transport
         self._coder = coder
+        self._spans = spans
 
     def send_tensor(self, target: StageIndex, key: Key, tensor: torch.Tensor | None, *, requires_grad: bool) -> None:
         def prepare() -> tuple[MessageHeader, Payload]:
             if tensor is None:
                 self._coder.absent(key)
                 return MessageHeader(*_names(key), absent=True), memoryview(b"")
+            start_s = time.monotonic()
             sent = self._coder.encode(key, tensor, requires_grad=requires_grad)
+            if self._spans is not None:
+                end_s = time.monotonic()
+                self._spans.link(self._spans.stage, target, Kind.ENCODE, key.step, key.micro_batch, start_s, end_s)
             header = MessageHeader(*_names(key), sent.layout, requires_grad=requires_grad, codec=sent.codec)
             return header, sent.payload
 
@@ -64,9 +80,11 @@ class MessageReceiver:
         on_lost: Callable[[StageIndex, str], None],
         on_failure: Callable[[FusionError], None],
         takers: Mapping[MessageKind, Callable[[Incoming], None]] | None = None,
+        spans: SpanRecorder | None = None,
     ) -> None:
         """`takers` get the messages of a kind, instead of the stage."""
         self._takers = {} if takers is None else takers
+        self._spans = spans
         self._runner = runner
         self._coder = coder
         self._on_lost = on_lost
@@ -80,7 +98,10 @@ class MessageReceiver:
             if (take := self._takers.get(header.kind)) is not None:
                 take(message)
                 return
+            arrived_s = time.monotonic()
             content = self._content(key, message)
+            if self._spans is not None:
+                self._note(self._spans, key, message, arrived_s)
         except WireError as error:
             self._on_failure(
                 WireError(
@@ -90,6 +111,17 @@ class MessageReceiver:
             )
             return
         self._runner.deliver(key, content)
+
+    @staticmethod
+    def _note(spans: SpanRecorder, key: Key, message: Incoming, arrived_s: float) -> None:
+        """Note how long a message was on its way in, and what decoding it took."""
+        kind = _WIRE_KINDS.get(key.kind)
+        if kind is None:
+            return
+        micro_batch = key.micro_batch if key.kind in _VALUE_KINDS else -1
+        spans.link(message.source, spans.stage, kind, key.step, micro_batch, message.began_s, arrived_s)
+        if key.kind in _VALUE_KINDS:
+            spans.link(message.source, spans.stage, Kind.DECODE, key.step, micro_batch, arrived_s, time.monotonic())
 
     def on_lost(self, peer: StageIndex, reason: str) -> None:
         """Pass the loss of a peer on."""

@@ -117,6 +117,24 @@ class Received(msgspec.Struct, frozen=True):
     waited_s: float = 0.0  #: the stage had nothing else to do
 
 
+class SpanItem(msgspec.Struct, frozen=True, array_like=True):
+    """A stretch of time, by the worker's monotonic clock."""
+
+    stage: Index  #: whose work it is; of a link the near end
+    target: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  #: of a link the far end; else -1
+    kind: str
+    micro_batch: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+    start_s: float
+    end_s: float
+
+
+class ClockItem(msgspec.Struct, frozen=True, array_like=True):
+    """How far a peer's clock is ahead of the worker's."""
+
+    offset_s: float
+    error_s: float
+
+
 class StepReport(msgspec.Struct, frozen=True, tag="step"):
     """What the stage did in one step; figures may be NaN or infinite."""
 
@@ -136,6 +154,8 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
     sending: dict[Index, Sending] = {}  #: to each target stage
     received: dict[Index, Received] = {}  #: from each source stage
     codec_revision: Count = 0  #: of stage 0: of the last codecs that it was told and that were in force
+    spans: tuple[SpanItem, ...] = ()  #: what the step was spent on; of some steps only
+    clocks: dict[Index, ClockItem] = {}  #: of the peers, with the spans
 
 
 class LogEntry(msgspec.Struct, frozen=True, tag="log"):

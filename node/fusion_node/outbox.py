@@ -72,6 +72,8 @@ class Outbox:
             self._waiting.append(last)
         if isinstance(action.report, StepReport):
             last.message.steps.append(step_message(action.ref.stage, action.report))
+            if action.report.spans:
+                last.message.spans.append(spans_message(action.ref.stage, action.report))
         else:
             last.message.logs.append(self._log_line(action.report))
         last.count += 1
@@ -191,6 +193,23 @@ def step_message(stage: int, report: StepReport) -> node_pb2.StageStep:
         value = getattr(report, name)
         if value is not None:
             setattr(message, name, value)
+    return message
+
+
+def spans_message(stage: int, report: StepReport) -> node_pb2.StageSpans:
+    """Return the message for what a step was spent on."""
+    message = node_pb2.StageSpans(stage=stage, step=report.step)
+    for span in report.spans:
+        message.spans.add(
+            stage=span.stage,
+            target=span.target,
+            kind=span.kind,
+            micro_batch=span.micro_batch,
+            start_s=span.start_s,
+            end_s=span.end_s,
+        )
+    for peer, clock in sorted(report.clocks.items()):
+        message.clocks.add(peer=peer, offset_s=clock.offset_s, error_s=clock.error_s)
     return message
 
 

@@ -26,6 +26,7 @@ from fusion.base.ids import Incarnation, JobId, StageIndex
 from fusion.base.units import MIB, format_bytes
 from fusion.graph.partition import Partition, partition, stage_cost
 from fusion.observe import history
+from fusion.observe.spans import SpanRecorder, is_traced
 from fusion.plan.codecs import codec_schedule, plan_with_change
 from fusion.plan.plan_simulation import schedules_of
 from fusion.plan.types import Plan
@@ -49,7 +50,17 @@ from fusion.transport.frames import DEFAULT_WINDOW_BYTES
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
 from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
-from fusion_node.ipc import Cause, Recode, StateName, StateUploaded, StepReport, WorkerChannel, WorkerConfig
+from fusion_node.ipc import (
+    Cause,
+    ClockItem,
+    Recode,
+    SpanItem,
+    StateName,
+    StateUploaded,
+    StepReport,
+    WorkerChannel,
+    WorkerConfig,
+)
 from fusion_node.linkmeter import LinkMeter
 from fusion_node.safekeeping import Safekeeping, partners
 from fusion_node.stagestate import HandedOn, foreign_parameters, load_stage, tensor_digest
@@ -104,6 +115,8 @@ class Worker:
         self._config = config
         self._channel = channel
         self._task = Task.read(config.assignment)
+        self._spans = SpanRecorder(self._task.stage)
+        self._transport: GrpcTransport | None = None
         self._begin_history()
         self._credentials = Credentials.load(Path(config.credentials_dir))
         self._stop_reason: str | None = None
@@ -239,7 +252,7 @@ class Worker:
             draw_on_cpu=job.determinism == "strict",
             take_over=True,
         )
-        transport = self._make_transport(parts)
+        transport = self._transport = self._make_transport(parts)
         self._meter = LinkMeter(transport.counters, coder)
         self._rates = transport.rates
         schedule = schedules_of(plan)[stage]
@@ -263,13 +276,14 @@ class Worker:
             executor,
             self._open_data(job.data, executor, blobs),
             None if job.eval_data is None else self._open_data(job.eval_data, executor, blobs),
-            WireOutbox(transport, coder),
+            WireOutbox(transport, coder, self._spans),
             self._on_step,
             first_step=start + 1,
             pace=self._pace(parts),
             coder=coder,
             keeper=self._safekeeping.keeper,
         )
+        runner.spans = self._spans
         runner.load_state(tensors.optimizer | tensors.coding)
         return runner, transport
 
@@ -373,7 +387,9 @@ class Worker:
     def _connect(self, transport: GrpcTransport, runner: StageRunner) -> None:
         """Wait for all peers; a stop that comes meanwhile ends the wait."""
         assert self._coder is not None  # made with the runner
-        receiver = MessageReceiver(runner, self._coder, self._on_lost, self._on_failure, self._keeping.takers())
+        receiver = MessageReceiver(
+            runner, self._coder, self._on_lost, self._on_failure, self._keeping.takers(), self._spans
+        )
         self._connecting = transport
         try:
             if self._stop_reason is None:
@@ -419,6 +435,7 @@ class Worker:
         sending, received = self._meter.step(record.step, record.waited_s)
         for peer, rate in self._rates().items():
             self._coder.set_rate(peer, rate)
+        spans, clocks = self._measured(record)
         self._channel.report(
             StepReport(
                 step=record.step,
@@ -437,8 +454,22 @@ class Worker:
                 sending=sending,
                 received=received,
                 codec_revision=self._coder.revision(record.step),
+                spans=spans,
+                clocks=clocks,
             )
         )
+
+    def _measured(self, record: StageRecord) -> tuple[tuple[SpanItem, ...], dict[int, ClockItem]]:
+        """Return what a step was spent on, and the peers' clocks; nothing for most of many short steps."""
+        spans = self._spans.take(record.step)
+        if self._transport is None or not is_traced(record.step, record.step_s):
+            return (), {}
+        items = tuple(
+            SpanItem(span.stage, span.target, span.kind.value, span.micro_batch, span.start_s, span.end_s)
+            for span in spans
+        )
+        clocks = self._transport.clocks()
+        return items, {int(peer): ClockItem(clock.offset_s, clock.error_s) for peer, clock in clocks.items()}
 
     def _note_step(self, record: StageRecord) -> None:
         assert self._runner is not None

@@ -130,6 +130,37 @@ def test_from_a_job_file_to_trained_weights(world: World, tmp_path: Path) -> Non
     assert loss < 0.1 * untrained
 
 
+def _check_timeline(world: World, job: str, directory: Path) -> None:
+    """What a job's two stages did lies on one line of time: nothing arrives before it was made."""
+    trace, picture = directory / "trace.json", directory / "steps.svg"
+    options = ["--timeline", "--trace", str(trace), "--svg", str(picture), "--json"]
+
+    def is_measured() -> bool:
+        with world.owner.popen("fusion", "status", job, "--timeline") as process:
+            process.communicate(timeout=60)
+        return process.returncode == 0
+
+    eventually(is_measured, "all stages have told of a step", 60.0)
+    found = json.loads(world.owner.run("fusion", "status", job, *options))["timeline"]
+    rows = {(row["stage"], row["target"]): row for row in found["per_step_s"]}
+    assert set(rows) == {(0, None), (1, None), (0, 1), (1, 0)}
+    assert {"forward", "backward", "update"} <= set(rows[0, None])
+    assert {"encode", "activation", "decode", "verdict"} <= set(rows[0, 1])
+    assert {"encode", "gradient", "decode", "norm"} <= set(rows[1, 0])
+    step = found["steps"][-1]
+    times = {
+        (span["stage"], span["target"], span["kind"], span["micro_batch"]): (span["start_s"], span["end_s"])
+        for span in found["spans"]
+        if span["step"] == step
+    }
+    made_s, used_s = times[0, -1, "forward", 0][1], times[1, -1, "forward", 0][0]
+    assert made_s < used_s + found["clock_error_s"]
+    assert times[1, -1, "backward", 1][1] < times[0, -1, "backward", 1][0] + found["clock_error_s"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert len([event for event in events if event["ph"] == "X"]) >= len(times)
+    assert picture.read_text().startswith("<svg")
+
+
 LONG_JOB = """
 import torch
 from torch import nn
@@ -167,6 +198,7 @@ def test_a_running_cluster_listens_only_where_the_documents_say_and_only_workers
             assert ports_of(worker) == {world.node_ports[name]}
             assert has_loaded(worker, "libtorch")
         assert len(processes_of(world.directory)) == 5
+        _check_timeline(world, job, tmp_path)
     finally:
         assert "cancelled" in world.owner.run("fusion", "cancel", job, "--reason", "seen enough")
     status = world.owner.run("fusion", "status", job)

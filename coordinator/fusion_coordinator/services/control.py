@@ -9,6 +9,7 @@ from typing import Any
 from fusion.base.errors import AuthError, WireError
 from fusion.base.ids import JobId, NodeId
 from fusion.observe.logs import fields
+from fusion.protocol.timeline import stage_spans_from_proto
 from fusion.security.ca import CertificateAuthority, read_csr
 from fusion.security.credentials import Role, identity_of
 from fusion.wire.v1 import node_pb2, node_pb2_grpc, tensor_pb2
@@ -134,7 +135,10 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
     async def ReportMetrics(self, request: node_pb2.MetricsReport, context: Any) -> node_pb2.MetricsReportResponse:  # noqa: N802
         """Take steps and log lines; answered once they are on disk."""
         controller, node = self._controller, NodeId(who(context).identity)
-        if len(request.steps) > MAX_STEPS_PER_REPORT or len(request.logs) > MAX_STEPS_PER_REPORT:
+        if (
+            max(len(request.steps), len(request.spans)) > MAX_STEPS_PER_REPORT
+            or len(request.logs) > MAX_STEPS_PER_REPORT
+        ):
             raise WireError(f"a report holds at most {MAX_STEPS_PER_REPORT} steps and lines")
         job = controller.state.jobs.get(JobId(request.job_id))
         mine = [index for index, stage in enumerate(job.stages) if stage.node == node] if job is not None else []
@@ -146,6 +150,10 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
             raise WireError(f"step must be 1..{job.steps}, the job has no others")
         controller.replanner.steps(job, request.steps, controller.links)
         await controller.replanner.recoder.steps(job, request.steps)
+        for spans in request.spans:
+            jobs.owned_stage(controller.state, node, request.incarnation, request.job_id, request.epoch, spans.stage)
+            stage_spans_from_proto(spans)  # refuses what is none
+            controller.timelines.add(job.job, request.epoch, spans)
         progress = await controller.job_progress(job)
         await controller.progress.add(progress, request.steps, request.logs)
         return node_pb2.MetricsReportResponse()

@@ -84,6 +84,13 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
         """Return a job's status."""
         return await self._status(self._visible(request.job_id, who(context)))
 
+    async def Timeline(  # noqa: N802
+        self, request: coordinator_pb2.TimelineRequest, context: Any
+    ) -> coordinator_pb2.TimelineResponse:
+        """Return the measured spans of a job's last few steps."""
+        job = self._visible(request.job_id, who(context))
+        return coordinator_pb2.TimelineResponse(stages=self._controller.timelines.of(job.job))
+
     async def List(self, request: coordinator_pb2.ListJobsRequest, context: Any) -> coordinator_pb2.ListJobsResponse:  # noqa: N802
         """Return the caller's jobs, the newest first; an admin's are all."""
         caller = who(context)

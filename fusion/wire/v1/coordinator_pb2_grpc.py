@@ -80,6 +80,11 @@ class JobsStub(object):
                 request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.FromString,
                 _registered_method=True)
+        self.Timeline = channel.unary_unary(
+                '/fusion.wire.v1.Jobs/Timeline',
+                request_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.TimelineRequest.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.TimelineResponse.FromString,
+                _registered_method=True)
 
 
 class JobsServicer(object):
@@ -144,6 +149,13 @@ class JobsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Timeline(self, request, context):
+        """measured spans of the last few steps
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -191,6 +203,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'Timeline': grpc.unary_unary_rpc_method_handler(
+                    servicer.Timeline,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.TimelineRequest.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_coordinator__pb2.TimelineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -437,6 +454,33 @@ class Jobs(object):
             '/fusion.wire.v1.Jobs/ListCheckpoints',
             fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsRequest.SerializeToString,
             fusion_dot_wire_dot_v1_dot_coordinator__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Timeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.Jobs/Timeline',
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.TimelineRequest.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_coordinator__pb2.TimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -916,6 +916,7 @@ class TimedSpan(google.protobuf.message.Message):
     MICRO_BATCH_FIELD_NUMBER: builtins.int
     START_S_FIELD_NUMBER: builtins.int
     END_S_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
     target: builtins.int
     """stage at the far end of a link; -1: the stage's own work"""
     kind: builtins.str
@@ -924,6 +925,8 @@ class TimedSpan(google.protobuf.message.Message):
     """-1: none"""
     start_s: builtins.float
     end_s: builtins.float
+    stage: builtins.int
+    """whose work it is; of a link the stage at its near end"""
     def __init__(
         self,
         *,
@@ -932,8 +935,9 @@ class TimedSpan(google.protobuf.message.Message):
         micro_batch: builtins.int = ...,
         start_s: builtins.float = ...,
         end_s: builtins.float = ...,
+        stage: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end_s", b"end_s", "kind", b"kind", "micro_batch", b"micro_batch", "start_s", b"start_s", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_s", b"end_s", "kind", b"kind", "micro_batch", b"micro_batch", "stage", b"stage", "start_s", b"start_s", "target", b"target"]) -> None: ...
 
 Global___TimedSpan: typing_extensions.TypeAlias = TimedSpan
 
