@@ -173,13 +173,15 @@ def gap_pct(loss: float, dense: float) -> float:
 
 
 def gaps(runs: Sequence[Outcome], dense: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the mean gaps over seeds, and the served one of each seed."""
+    """Return the mean gaps over seeds, the served one of each seed, and the standard error of its mean."""
     pairs = list(zip(runs, dense, strict=True))
     found: dict[str, Any] = {
         f"{name}_gap_pct": statistics.fmean(gap_pct(getattr(run, name), getattr(base, name)) for run, base in pairs)
         for name in ("train", "val_on", "val_served")
     }
-    return found | {"val_served_gaps_pct": [gap_pct(run.val_served, base.val_served) for run, base in pairs]}
+    served = [gap_pct(run.val_served, base.val_served) for run, base in pairs]
+    error = statistics.stdev(served) / len(served) ** 0.5 if len(served) > 1 else None
+    return found | {"val_served_gaps_pct": served, "val_served_error_pct": error}
 
 
 def measure(runs: Runs, models: Sequence[str], codec: str, seeds: int, steps: int) -> dict[str, Any]:
