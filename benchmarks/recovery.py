@@ -127,7 +127,7 @@ def _longest_gap_s(history: History, at_s: float) -> float:
 
 
 def cases(cluster: FaultCluster, wanted: str) -> list[Case]:
-    """Run all cases whose name holds `wanted`."""
+    """Run all cases whose name holds one of the comma-separated parts of `wanted`."""
     chaos = cluster.chaos
     assert chaos is not None
 
@@ -150,7 +150,7 @@ def cases(cluster: FaultCluster, wanted: str) -> list[Case]:
     todo["partition"] = lambda name: silence(cluster, name, isolate, lambda _: chaos.heal())
     found = []
     for name, run in todo.items():
-        if wanted in name:
+        if any(part in name for part in wanted.split(",")):
             cluster.heal()
             found.append(run(name))
             print(found[-1], file=sys.stderr, flush=True)
@@ -188,7 +188,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--cases", default="", help="only those whose name holds this")
+    parser.add_argument("--cases", default="", help="only those whose name holds one of these, with commas between")
     parser.add_argument("--rounds", type=int, default=4, help="of the overhead's measurement; 0: leave it out")
     options = parser.parse_args()
     torch.set_num_threads(1)
