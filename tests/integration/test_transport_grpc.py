@@ -26,6 +26,7 @@ from fusion.transport import dialling, streams
 from fusion.transport.channels import DATA_PLANE_CLIENT_OPTIONS, DATA_PLANE_SERVER_OPTIONS, open_channel
 from fusion.transport.frames import chunk_frame, frame, hello, parse_frame
 from fusion.transport.streams import METHOD
+from fusion.transport.striping import StreamCount
 from fusion.wire.v1 import peer_pb2
 from tests.support.transport import (
     CLUSTER,
@@ -290,6 +291,52 @@ def test_a_stream_that_never_says_hello_is_ended(monkeypatch):
     code, details = talk(node_credentials(2), [])
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "no hello" in details
+
+
+# --- several streams for one link -------------------------------------------------------------------------------
+
+
+def test_a_link_of_several_streams_loses_nothing_and_keeps_the_order_also_when_it_breaks():
+    payloads = [bytes([edge + 1]) * (5 * MIB + edge) for edge in range(8)]
+    seen: list[tuple[int, bytes]] = []
+    with no_thread_left():
+        two = GrpcLab(2, window_bytes=64 * MIB)
+        outbox = two.transports[0]._peers[StageIndex(1)].outbox
+        outbox.streams = FourStreams()
+        assembler = two.transports[1]._peers[StageIndex(0)].assembler
+        striped = threading.Event()
+
+        def on_message(message):
+            seen.append((int(message.header.edge), bytes(message.payload)))
+            if assembler.striped:
+                striped.set()
+            message.release()
+
+        two.recorders[1].on_message = on_message
+        for edge, payload in enumerate(payloads):
+            two.transports[0].send(1, outgoing(edge, payload))
+            if edge == 4:
+                wait_until(striped.is_set, "more than one stream") if seen else wait_until(lambda: seen, "the first")
+                two.interrupt(0, 1)
+        wait_until(lambda: len(seen) == 8, "everything")
+        assert striped.wait(20)
+        assert seen == list(enumerate(payloads))
+        assert [recorder.lost for recorder in two.recorders] == [[], []]
+        two.close()
+
+
+class FourStreams(StreamCount):
+    """Wants four streams from the first acknowledgement on."""
+
+    def sample(self, count, seconds, now_s):
+        return self.streams
+
+    def restart(self):
+        self.streams = 4
+
+    def __init__(self):
+        super().__init__()
+        self.streams = 4
 
 
 # --- late, killed and frozen peers ------------------------------------------------------------------------------

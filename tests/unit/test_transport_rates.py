@@ -1,0 +1,90 @@
+"""What a link's rate decides: chunk sizes, the kernel's buffer, and how many connections it uses."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from fusion.transport.frames import CHUNK_BYTES
+from fusion.transport.goodput import Goodput
+from fusion.transport.sockets import UnsentLimit
+from fusion.transport.striping import MAX_STREAMS, StreamCount
+
+KIB = 1024
+
+
+def busy(goodput: Goodput, rate: float, seconds: float) -> None:
+    """Acknowledge bytes every 10 ms at a rate, with more on the way all the time."""
+    for tick in range(int(seconds * 100) + 1):
+        goodput.acknowledged(int(rate * tick / 100), 10**6, 100.0 + tick / 100)
+
+
+@pytest.mark.parametrize(
+    ("rate", "chunk", "unsent"),
+    [
+        (1e6, 16 * KIB, 64 * KIB),  # 8 Mbit/s: 20 ms are 20 kB, 50 ms are 50 kB
+        (12.5e6, 240 * KIB, 625_000),
+        (125e6, CHUNK_BYTES, 4 * 1024 * KIB),
+    ],
+)
+def test_chunks_and_the_unsent_buffer_follow_the_rate(rate, chunk, unsent):
+    goodput = Goodput()
+    busy(goodput, rate, 1.0)
+    assert goodput.bytes_per_s == pytest.approx(rate, rel=0.02)
+    assert abs(goodput.chunk_bytes(CHUNK_BYTES) - chunk) <= 16 * KIB
+    assert goodput.unsent_bytes() == pytest.approx(unsent, rel=0.02)
+
+
+def test_idle_time_does_not_count_as_slowness():
+    goodput = Goodput()
+    for burst in range(5):
+        start_s, before = 100.0 + 10 * burst, burst * 500_000
+        goodput.acknowledged(before, 500_000, start_s)
+        goodput.acknowledged(before + 500_000, 0, start_s + 0.5)
+    assert goodput.bytes_per_s == pytest.approx(1e6)
+
+
+def run(count: StreamCount, rate_of, seconds: float, start_s: float = 0.0) -> None:
+    for tick in range(int(seconds * 10)):
+        count.sample(int(rate_of(count.streams) / 10), 0.1, start_s + tick / 10)
+
+
+def test_streams_are_doubled_while_that_pays():
+    lossy = StreamCount()
+    run(lossy, lambda streams: min(12e6, 1e6 * streams), 60)
+    assert lossy.streams == MAX_STREAMS
+
+
+def test_streams_that_bring_nothing_are_given_up_and_tried_again_only_after_minutes():
+    clean, most = StreamCount(), 0
+    for tick in range(2000):
+        most = max(most, clean.sample(1_200_000, 0.1, tick / 10))
+    assert (clean.streams, most) == (1, 2)
+    seen = {clean.sample(1_200_000, 0.1, 200 + tick / 10) for tick in range(2000)}
+    assert seen == {1, 2}
+
+
+def test_a_fast_link_stays_with_one_stream():
+    fast = StreamCount()
+    run(fast, lambda _streams: 110e6, 60)
+    assert fast.streams == 1
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="the system has no such option")
+def test_the_unsent_bytes_of_connections_to_an_address_are_bounded_and_of_no_others():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        port = server.getsockname()[1]
+        with (
+            socket.create_connection(("127.0.0.1", port)) as ours,
+            socket.create_connection(other.getsockname()) as not_ours,
+        ):
+            before = not_ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+            limit = UnsentLimit(f"127.0.0.1:{port}")
+            limit.set(100_000)
+            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == 100_000
+            assert not_ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == before
+            limit.set(110_000)  # not worth a system call
+            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == 100_000
+            limit.close()
+            ours.sendall(b"still open")
