@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,10 @@ def _run(command: Sequence[str], timeout_s: float, stdin: str = "") -> str:
     return done.stdout
 
 
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 @contextmanager
 def lab_up(script: Path, topology: Topology) -> Iterator[Lab]:
     """Make a lab of a topology, and remove it with all that runs in it at the end."""
@@ -99,6 +104,7 @@ def lab_up(script: Path, topology: Topology) -> Iterator[Lab]:
         file = Path(directory) / "topology.json"
         file.write_text(json.dumps(topology))
         lab = Lab(script, name, topology)
+        signal.signal(signal.SIGTERM, _leave)  # so that the lab is removed then, too
         base = [sys.executable, str(script)]
         _run([*base, "up", "--name", name, str(file)], 60)
         try:
