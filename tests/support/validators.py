@@ -206,8 +206,9 @@ class History:
     # ---- figures ----
 
     def failpoint_s(self) -> float:
-        """Return when the first failpoint fired."""
-        fired = (line for line in self.lines if line["event"] == "failpoint" and line["action"] != "sleep")
+        """Return when the first failpoint of the job fired that is not a pause."""
+        own = (line for line in self.lines if line.get("job", self.job) == self.job)
+        fired = (line for line in own if line["event"] == "failpoint" and line["action"] != "sleep")
         return float(next(line["at_s"] for line in fired))
 
     def first_step_after_s(self, at_s: float, epoch: int) -> float | None:
