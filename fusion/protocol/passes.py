@@ -6,6 +6,7 @@ release adds to a verdict goes into its tail.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from fusion.protocol.plan import link_codecs_from_proto, link_codecs_to_proto
 from fusion.wire.v1 import plan_pb2
 
 _VERSION = 1
-_NORM = struct.Struct("<B7xq")
+_NORM = struct.Struct("<B7xqd")
 _VERDICT = struct.Struct("<BBHxxxxddq")
 _APPLY, _HOLD, _KEEP = 1, 2, 4
 
@@ -33,18 +34,21 @@ class NormPass:
 
     sums: tuple[float, ...]  #: each gradient's sum of squares
     safe: int  #: the newest step whose state all these stages have safely; the start itself is safe
+    loss: float = (
+        math.nan
+    )  #: of the step, once the loss stage is among them: stage 0 reports it too, should that one die
 
     def pack(self) -> bytes:
         """Return the message's payload."""
-        return _NORM.pack(_VERSION, self.safe) + struct.pack(f"<{len(self.sums)}d", *self.sums)
+        return _NORM.pack(_VERSION, self.safe, self.loss) + struct.pack(f"<{len(self.sums)}d", *self.sums)
 
     @staticmethod
     def unpack(data: bytes) -> NormPass:
         """Return what `pack` packed; WireError if it is nothing of the kind."""
         if len(data) < _NORM.size or (len(data) - _NORM.size) % 8 or data[0] != _VERSION:
             raise WireError(f"norm: {len(data)} bytes of version {data[0] if data else '-'} are not understood")
-        _, safe = _NORM.unpack_from(data)
-        return NormPass(struct.unpack(f"<{(len(data) - _NORM.size) // 8}d", data[_NORM.size :]), safe)
+        _, safe, loss = _NORM.unpack_from(data)
+        return NormPass(struct.unpack(f"<{(len(data) - _NORM.size) // 8}d", data[_NORM.size :]), safe, loss)
 
 
 @dataclass(frozen=True, slots=True)

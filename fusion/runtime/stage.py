@@ -80,9 +80,9 @@ class StageRecord:
     samples: int
     tokens: int
     sent_bytes: dict[StageIndex, int]
-    loss: float | None = None  #: from the loss stage
+    loss: float | None = None  #: from the loss stage, and from stage 0
     eval_loss: float | None = None
-    grad_norm: float | None = None  #: from stage 0
+    grad_norm: float | None = None  #: from stage 0, and from the loss stage
     waited_s: dict[StageIndex, float] = field(default_factory=dict)  #: of wait_s, by the stage that was waited for
     micro_batches: tuple[int, ...] = ()  #: whose gradients were added up, in order
     spoiled: bool = False  #: gradients were not finite here, and were on all later stages
@@ -107,6 +107,7 @@ class _StepState:
     tied: dict[int, torch.Tensor | None]
     backwards: list[int] = field(default_factory=list)  #: micro-batches whose gradients are in
     spoiled: bool = False  #: own gradients are not finite, and those from behind are
+    loss: float | None = None  #: once it is known here
     verdict: VerdictPass | None = None
     compute_s: float = 0.0
     wait_s: float = 0.0
@@ -375,14 +376,17 @@ class StageRunner:
 
     def _norm(self, step: int, state: _StepState) -> None:
         sums, safe = self._own_sums(), self._versions.safe
+        if self.executor.makes_loss:
+            state.loss = weighted_mean(_numbers(state.losses), state.weights)
         state.spoiled = not all(map(math.isfinite, sums))
         if self.stage + 1 < self._role.stages:
             behind = NormPass.unpack(self._take(Key(MessageKind.NORM, step, 0, 0)).numbers)
             state.spoiled &= all(map(math.isfinite, behind.sums))
             sums += behind.sums
             safe = min(safe, behind.safe)
+            state.loss = behind.loss if state.loss is None else state.loss
         if self.stage > 0:
-            packed = NormPass(tuple(sums), safe).pack()
+            packed = NormPass(tuple(sums), safe, math.nan if state.loss is None else state.loss).pack()
             self._outbox.send_numbers(StageIndex(self.stage - 1), Key(MessageKind.NORM, step, 0, 0), packed)
             return
         verdict = decide(sums, self._job.grad_clip)
@@ -455,11 +459,10 @@ class StageRunner:
     def _report(self, step: int, state: _StepState) -> None:
         assert state.verdict is not None
         self._state = None
-        loss = eval_loss = None
-        if self.executor.makes_loss:
-            loss = weighted_mean(_numbers(state.losses), state.weights)
+        eval_loss = None
         if state.eval_losses:
             eval_loss = weighted_mean(_numbers(state.eval_losses), self._evaluation.loss_weights(step))
+        told_twice = self.stage == 0 or self.executor.makes_loss  # should one of them die before its report has arrived
         sent = self._outbox.bytes_sent()
         before, self._sent_before = self._sent_before, sent
         self._on_step(
@@ -474,9 +477,9 @@ class StageRunner:
                 samples=self._job.batch_size,
                 tokens=self._job.batch_size * self._tokens,
                 sent_bytes={target: count - before.get(target, 0) for target, count in sent.items()},
-                loss=loss,
+                loss=state.loss if told_twice else None,
                 eval_loss=eval_loss,
-                grad_norm=None if self.stage else state.verdict.norm,
+                grad_norm=state.verdict.norm if told_twice else None,
                 micro_batches=tuple(state.backwards),
                 spoiled=state.spoiled,
             )

@@ -52,7 +52,7 @@ def test_f28_a_device_that_fails_once_is_used_again_and_one_that_fails_twice_is_
 
 def test_f38_a_copy_of_a_state_that_is_damaged_on_its_way_is_never_used(cluster: FaultCluster) -> None:
     cluster.set_failpoints(
-        paced(0.02, "replica.send@stage=1,step=6:corrupt", "stage.forward@stage=1,step=7,micro_batch=3:kill9-node")
+        paced(0.1, "replica.send@stage=1,step=6:corrupt", "stage.forward@stage=1,step=7,micro_batch=3:kill9-node")
     )
     job = make_job(12)
     with cluster.submit(job) as run:
@@ -62,7 +62,7 @@ def test_f38_a_copy_of_a_state_that_is_damaged_on_its_way_is_never_used(cluster:
 
 
 def test_f38_a_value_that_is_damaged_beyond_tls_is_noticed_and_the_step_done_again(cluster: FaultCluster) -> None:
-    cluster.set_failpoints(paced(0.02, "wire.arrived@step=6,kind=ACTIVATION:corrupt"))
+    cluster.set_failpoints(paced(0.1, "wire.arrived@step=6,kind=ACTIVATION:corrupt"))
     job = make_job(12)
     with cluster.submit(job) as run:
         history = cluster.finishes(run, job)
