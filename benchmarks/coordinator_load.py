@@ -40,6 +40,7 @@ from fusion.security.tls import coordinator_server_name
 from fusion.transport.blobs import BlobClient
 from fusion.transport.channels import open_aio_channel, open_channel
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc, job_pb2, node_pb2, node_pb2_grpc, tensor_pb2
+from fusion_coordinator.descriptors import raise_limit
 from fusion_coordinator.statedir import StateDir, initialise
 
 SITES = 10
@@ -58,6 +59,7 @@ class Cluster:
         self.address = ""
         self.process: subprocess.Popen[str] | None = None
         self.heartbeats: list[tuple[float, float]] = []  #: (when it was sent, seconds until the answer)
+        self.last_error = ""  #: of a node's heartbeat
 
     def start(self) -> None:
         """Start the process; after a kill on the same ports."""
@@ -80,6 +82,12 @@ class Cluster:
         """The process, to be asked what it uses."""
         assert self.process is not None
         return psutil.Process(self.process.pid)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the process has ended by itself."""
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the coordinator ended by itself, exit status {self.process.returncode}")
 
     def latencies(self, begin_s: float, end_s: float) -> list[float]:
         """Return the latencies of the heartbeats that were sent in that time."""
@@ -134,7 +142,7 @@ class Node:
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _pause(self, attempt: int) -> None:
         await asyncio.sleep(self._random.uniform(0, min(15.0, 0.5 * 2**attempt)))
@@ -152,6 +160,7 @@ class Node:
                 await self._stub.Heartbeat(request, timeout=4)
             except grpc.RpcError as error:
                 self._lost(answered=True)
+                self.cluster.last_error = f"{error.code().name}: {error.details()}"
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     await self.register()
                 await self._pause(attempt)
@@ -212,9 +221,10 @@ class Node:
 # ---- what is measured ----
 
 
-async def all_back(nodes: Sequence[Node], since_s: float, limit_s: float = 120.0) -> float:
+async def all_back(cluster: Cluster, nodes: Sequence[Node], since_s: float, limit_s: float = 120.0) -> float:
     """Return how long it took from `since_s` until the last node had its stream and an answer; inf if some never."""
     while time.monotonic() < since_s + limit_s:
+        cluster.check()
         if all(node.back_s > since_s for node in nodes):
             return max(node.back_s for node in nodes) - since_s
         await asyncio.sleep(0.1)
@@ -233,7 +243,10 @@ async def steady(cluster: Cluster, seconds: float) -> dict[str, float]:
     await asyncio.sleep(seconds)
     end_s, after = time.monotonic(), process.cpu_times()
     used_s = after.user + after.system - before.user - before.system
+    cluster.check()
     latencies = cluster.latencies(begin_s, end_s - 1)
+    if not latencies:
+        raise RuntimeError(f"no heartbeat was answered; the last error: {cluster.last_error or 'none'}")
     return {
         "core_share": used_s / (end_s - begin_s),
         "p99_ms": p99_ms(latencies),
@@ -269,7 +282,8 @@ def large_job(cluster: Cluster, owner: Credentials) -> tuple[Any, Any, job_pb2.J
 
     graph = chain(PLANNED_OPERATORS)
     channel = open_channel(cluster.address, owner, cluster.name)
-    blobs, make_stub = BlobClient(channel), coordinator_pb2_grpc.JobsStub
+    blobs = BlobClient(channel)
+    make_stub: Any = coordinator_pb2_grpc.JobsStub
     weights = {
         item.name: numpy.zeros((4, 4), dtype=numpy.float32) for item in graph.inputs if item.kind is InputKind.PARAMETER
     }
@@ -332,7 +346,7 @@ async def measure(directory: Path, count: int, seconds: float, repeats: int) -> 
     nodes = [Node(cluster, number) for number in range(count)]
     tasks = [asyncio.get_running_loop().create_task(node.run()) for node in nodes]
     try:
-        join_s = await all_back(nodes, time.monotonic() - 1e-3)
+        join_s = await all_back(cluster, nodes, time.monotonic() - 1e-3)
         await asyncio.sleep(2 * HEARTBEAT_S)
         found = {"nodes": count, "join_s": join_s} | await steady(cluster, seconds)
         found |= await planning(cluster, repeats)
@@ -340,7 +354,7 @@ async def measure(directory: Path, count: int, seconds: float, repeats: int) -> 
         killed_s = time.monotonic()
         await asyncio.to_thread(cluster.start)
         found["restart_s"] = time.monotonic() - killed_s
-        found["reconnect_s"] = await all_back(nodes, killed_s + found["restart_s"])
+        found["reconnect_s"] = await all_back(cluster, nodes, killed_s + found["restart_s"])
         return found
     finally:
         for task in tasks:
@@ -359,6 +373,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=3, help="how often to plan")
     given = parser.parse_args()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    raise_limit()
     with tempfile.TemporaryDirectory(prefix="fusion-load-") as directory:
         found = asyncio.run(measure(Path(directory) / "state", given.nodes, given.seconds, given.plans))
     print(json.dumps({key: round(value, 4) for key, value in found.items()}))

@@ -77,11 +77,13 @@ def init(state_dir: Path | None, name: str, listen: str, advertise: tuple[str, .
 def serve(state_dir: Path | None, listen: str | None, enrol_listen: str, log_level: str) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C."""
     from fusion.observe.logs import setup_logging
+    from fusion_coordinator.descriptors import raise_limit
     from fusion_coordinator.server import Listen
     from fusion_coordinator.statedir import StateDir
 
     directory = _directory(state_dir)
     setup_logging("coordinator", log_level)
+    raise_limit()
     listens = Listen(listen or StateDir(directory).config().listen, enrol_listen)
     asyncio.run(_serve(directory, listens))
 

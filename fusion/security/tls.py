@@ -6,6 +6,7 @@ identity that the caller means to reach (`ssl_target_name_override`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,17 +53,34 @@ def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
 def server_credentials(source: CredentialsSource, *, client_certificate: bool = True) -> grpc.ServerCredentials:
     """Return what a server needs; new connections get a renewed certificate if `source` is a directory or a function.
 
-    Without `client_certificate` anyone may connect: only the enrolment port does that.
+    Without `client_certificate` anyone may connect: only the enrolment port does that. One result is for one port: a
+    second one would be told that nothing has changed before it has got anything.
     """
-    fetch = _fetcher(source)
+    fetch, lock = _fetcher(source), threading.Lock()
+    given = fetch()
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        now = fetch()
-        ca = now.ca_pem if client_certificate else None
-        return grpc.ssl_server_certificate_configuration([(now.key_pem, now.certificate_pem)], ca)
+    def configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
+        ca = credentials.ca_pem if client_certificate else None
+        return grpc.ssl_server_certificate_configuration([(credentials.key_pem, credentials.certificate_pem)], ca)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC asks before every handshake, on several threads; None: go on with what you have.
+
+        With a configuration it frees what other threads' handshakes may be about to use (grpc issue 22489): with one
+        for every handshake, hundreds of nodes that connect at once end the process. So only a renewal gives one.
+        """
+        nonlocal given
+        with lock:
+            now = fetch()
+            if now == given:
+                return None
+            given = now
+        return configuration(now)
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(), configuration, require_client_authentication=client_certificate
+        configuration(given),
+        changed,  # type: ignore[arg-type]  # the stubs lack the None that grpc documents
+        require_client_authentication=client_certificate,
     )
 
 

@@ -225,6 +225,26 @@ def test_a_peer_is_proved_by_name_not_by_address(served, ca):
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def test_grpc_gets_a_configuration_once_and_again_only_after_a_renewal(ca, monkeypatch):
+    """Each one makes grpc free what handshakes of other threads use, which ended coordinators of 1,000 nodes."""
+    given = {}
+
+    def keep(initial, fetcher, *, require_client_authentication):
+        given.update(initial=initial, fetcher=fetcher)
+
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", keep)
+    now_s = SystemClock().wall_s()
+    current = [ca.new_credentials(Role.NODE, "server", "", now_s)]
+    server_credentials(lambda: current[-1])
+    assert isinstance(given["initial"], grpc.ServerCertificateConfiguration)
+    assert [given["fetcher"]() for _ in range(3)] == [None] * 3
+    current.append(dataclasses.replace(current[0]))  # read again from files that were touched, not changed
+    assert given["fetcher"]() is None
+    current.append(ca.new_credentials(Role.NODE, "server", "", now_s))
+    assert isinstance(given["fetcher"](), grpc.ServerCertificateConfiguration)
+    assert given["fetcher"]() is None
+
+
 def test_new_connections_get_a_renewed_certificate(ca, tmp_path):
     import os
 
