@@ -170,6 +170,7 @@ def follower(run: fusion.Run) -> Iterator[list[BaseException]]:
     assert not thread.is_alive(), "run.wait() hangs"
 
 
+@pytest.mark.faults
 def test_without_its_coordinator_the_workers_end_by_themselves_and_the_run_goes_on_with_the_next_one(
     cluster: Cluster,
 ) -> None:

@@ -114,6 +114,7 @@ def test_from_two_nodes_to_three_and_back_to_one_changes_nothing(
     assert held == []
 
 
+@pytest.mark.faults
 def test_a_coordinator_killed_between_hold_and_next_epoch_changes_nothing(
     cluster: Cluster, undisturbed: tuple[Curve, dict[str, torch.Tensor]]
 ) -> None:

@@ -144,6 +144,7 @@ async def train(scene: Scene, job: fusion.Job) -> tuple[list[fusion.StepMetrics]
         return steps, run, first
 
 
+@pytest.mark.faults
 def test_f13_a_job_moves_once_off_a_link_that_fell_and_a_node_that_slowed_and_its_losses_are_those_of_one_process(
     tmp_path: Path,
 ) -> None:

@@ -82,7 +82,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def test_the_commands_of_both_sides_belong_to_one_package():
-    assert set(node_cli.commands) == {"join", "start", "doctor"}
+    assert set(node_cli.commands) == {"join", "start", "doctor", "stop", "emulate-speed"}
     assert {"init", "serve", "token", "nodes"} <= set(coordinator_cli.commands)
 
 

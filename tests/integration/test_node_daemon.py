@@ -361,7 +361,8 @@ def test_kept_states_are_told_and_go_with_their_job(coordinator: ScriptedCoordin
             await until(lambda: "finished" in coordinator.states(), task)
             await until(lambda: len(coordinator.kept) > before, task)
             assert [state.job_id for state in coordinator.kept[-1].states] == [JOB]
-            coordinator.stop(epoch=0)
+            coordinator.ended_jobs = [JOB]
+            coordinator.commands.put(node_pb2.Command(report_states=node_pb2.ReportStatesOrder()))
             await until(lambda: not files.all(), task)
 
     asyncio.run(scenario())
