@@ -282,18 +282,19 @@ class Outbox:
                 self._preparing = None
                 return
             outgoing = lane.queue.popleft()
+        prepared = None
         try:
             header, payload = outgoing.prepare()
+            view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
+            prepared = _Prepared(outgoing, header, view, lane)
         finally:
-            with self._changed:
+            with self._changed:  # in one: in between it would seem that nothing waits any more, and a goodbye might go
                 if lane is self._preparing:
                     self._preparing = None
-        view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
-        with self._changed:
-            ended = lane is self._background and self._goodbye is not None
-            if not self._aborted and not ended:
-                lane.ready.append(_Prepared(outgoing, header, view, lane))
-            self._changed.notify_all()
+                ended = lane is self._background and self._goodbye is not None
+                if prepared is not None and not self._aborted and not ended:
+                    lane.ready.append(prepared)
+                self._changed.notify_all()
 
     # --- frames ------------------------------------------------------------------------------------------------
 
@@ -347,7 +348,7 @@ class Outbox:
 
     def _waiting(self) -> bool:
         """Whether a goodbye has to wait: for bulk in the queue, or for something that was begun."""
-        begun = bool(self._background.ready or self._kept or self._preparing)
+        begun = bool(self._background.ready or self._kept) or self._preparing is not None
         return bool(self._urgent or self._bulk) or begun
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 
 import hypothesis.strategies as st
@@ -146,6 +147,30 @@ def test_our_encoding_of_a_chunk_is_protobufs(message, offset, data):
         assert (again.message, again.offset, bytes(again.data)) == (message, offset, data)
     else:
         assert again is None
+
+
+def test_a_message_that_is_being_encoded_is_sent_before_the_goodbye():
+    outbox = Outbox(SESSION, iter(range(1, 1000)).__next__)
+    outbox.open(WINDOW)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def prepare() -> tuple[MessageHeader, bytes]:
+        begun.set()
+        assert may_end.wait(10)
+        return MessageHeader(MessageKind.ACTIVATION, 1, 0, EdgeId(0)), b""
+
+    outbox.put(Outgoing(prepare))
+    assert begun.wait(10)
+    outbox.finish("done")
+    timer = threading.Timer(0.05, may_end.set)
+    timer.start()
+    came = []
+    for data in outbox.frames():
+        came.append(parse_frame(data).WhichOneof("body"))
+        if came[-1] == "header":
+            outbox.acknowledge(0, [1])
+    timer.join()
+    assert came == ["header", "goodbye"]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * WINDOW)), max_size=20))
