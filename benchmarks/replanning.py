@@ -30,8 +30,8 @@ from fusion.job.prepare import captured_graph
 from fusion.job.run import Run
 from fusion.plan.cluster_file import parse_cluster
 from fusion.plan.planner import make_plan
-from fusion.plan.types import Cluster, JobView, Link, Plan
-from fusion.protocol.job import JobSpec
+from fusion.plan.types import Cluster, Link, Plan
+from fusion.protocol.job import job_view
 from fusion.protocol.metrics import StepMetrics
 
 CLUSTER = """
@@ -73,12 +73,8 @@ def measure(cluster: Cluster) -> dict[str, Any]:
             _wait(helpers, run, lambda: run.status().step >= moved_after + WARM_UP + STEPS_AFTER)
             steps, last = list(run.metrics(follow=False)), _plan(run)
             run.cancel()
-    best = make_plan(_changed(known, first), graph, _view(spec)).plan
+    best = make_plan(_changed(known, first), graph, job_view(spec)).plan
     return _figures(steps, (changed_after, moved_after), first, last, best)
-
-
-def _view(spec: JobSpec) -> JobView:
-    return JobView(spec.micro_batches, spec.schedule, spec.optimizer.state_bytes_per_parameter)
 
 
 def _plan(run: Run) -> Plan:

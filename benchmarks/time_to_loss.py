@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ from fusion.plan.cluster_file import parse_cluster
 from fusion.plan.codecs import compression_text, plan_at
 from fusion.plan.plan_simulation import simulate_plan
 from fusion.plan.planner import make_plan
-from fusion.plan.types import Cluster, JobView, Plan
+from fusion.plan.types import Cluster, Plan
 from fusion.plan.workload import Workload, workload_of
-from fusion.protocol.job import JobSpec
+from fusion.protocol.job import JobSpec, job_view
 
 KINDS = ("none", "auto", "adatopk:100")
 _SIMULATED_STEPS = 3
@@ -75,14 +75,7 @@ class Pace:
 
 def pace_of(cluster: Cluster, spec: JobSpec, graph: Graph, compression: str) -> Pace:
     """Plan the job with this compression and simulate a step of each of its phases."""
-    job = JobView(
-        micro_batches=spec.micro_batches,
-        schedule=spec.schedule,
-        optimizer_bytes_per_parameter=spec.optimizer.state_bytes_per_parameter,
-        cuts=tuple(even_cuts(graph)),
-        compression=compression,
-        steps=spec.steps,
-    )
+    job = replace(job_view(spec), cuts=tuple(even_cuts(graph)), compression=compression)
     plan, workload = make_plan(cluster, graph, job).plan, workload_of(graph)
     begins = [1, *(change.from_step for change in plan.codec_changes)]
     found = tuple((first, _simulated_s(plan_at(plan, first), workload, cluster)) for first in begins)

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusion.base.errors import ConfigError, DataError, FusionError
+from fusion.base.errors import ConfigError, DataError
 from fusion.base.ids import JobId
 from fusion.base.units import format_bytes
 from fusion.observe.logs import fields
 from fusion.wire.v1 import job_pb2
-from fusion_coordinator.checkpointfiles import FORMAT, CheckpointFiles, DiskFullError, Manifest
+from fusion_coordinator.checkpointfiles import FORMAT, MANIFEST, CheckpointFiles, DiskFullError, Manifest
 from fusion_coordinator.decide import pausing
 from fusion_coordinator.decide.pausing import Complete
 from fusion_coordinator.state import AnyEvent, State
@@ -130,8 +130,8 @@ class Checkpoints:
     async def manifest(self, job_id: JobId, step: int) -> str:
         """Return the manifest's text; a line about why it cannot be read, if so."""
         try:
-            return await asyncio.to_thread((self.files.path(job_id, step) / "MANIFEST.json").read_text)
-        except (OSError, FusionError) as error:
+            return await asyncio.to_thread((self.files.path(job_id, step) / MANIFEST).read_text)
+        except OSError as error:
             raise ConfigError(f"the manifest of step {step} cannot be read: {error}") from None
 
 

@@ -290,14 +290,14 @@ class Controller:
         after = "" if job.resume is None else f", going on after step {job.resume.step}"
         await self.note(job.job, "info", f"epoch {job.epoch}: {len(job.stages)} stages on {names}{after}")
         for index, stage in enumerate(job.stages):
-            self._send(stage, node_pb2.Command(assign=self._assignment(job, index)))
+            self.tell(stage, node_pb2.Command(assign=self._assignment(job, index)))
 
     async def _job_holds(self, event: JobMoves | JobHolds) -> None:
         job = self.state.jobs[event.job]
         self._watches[event.job] = replace(self._watches[event.job], moving_s=self.clock.monotonic_s())
         await self.note(event.job, "info", event.reason)
         if job.next is not None and not job.holds:
-            self._send(job.stages[0], _hold(job))
+            self.tell(job.stages[0], _hold(job))
 
     async def _stage_moved(self, event: StageMoved, before: JobRecord) -> None:
         job = self.state.jobs[event.job]
@@ -376,7 +376,7 @@ class Controller:
     def send_stop(self, stage: StageRecord, job: JobRecord, reason: str) -> None:
         """Tell a stage's node to end its worker."""
         stop = node_pb2.StopWorker(job_id=job.job, epoch=job.epoch, reason=reason)
-        self._send(stage, node_pb2.Command(stop=stop))
+        self.tell(stage, node_pb2.Command(stop=stop))
 
     def push(self, node: NodeId, command: node_pb2.Command) -> None:
         """Send a command to a node, if it takes any now."""
@@ -394,10 +394,7 @@ class Controller:
         return await self.store.run(lambda: {digest for digest in digests if store.blob(digest) is not None})
 
     def tell(self, stage: StageRecord, command: node_pb2.Command) -> None:
-        """Send a command to a stage's node, if it listens."""
-        self._send(stage, command)
-
-    def _send(self, stage: StageRecord, command: node_pb2.Command) -> None:
+        """Send a command to a stage's node, if that listens under the registration that the stage was given to."""
         session = self._sessions.get(stage.node)
         if session is not None and session.incarnation == stage.incarnation:
             session.push(command)
@@ -482,9 +479,7 @@ class Controller:
         needed = job is not None and (job.state.active or job.collects) and job.epoch == presence.epoch
         if presence.job and not needed:
             stop = node_pb2.StopWorker(job_id=presence.job, epoch=presence.epoch, reason="the job ended or moved on")
-            session = self._sessions.get(node)
-            if session is not None:
-                session.push(node_pb2.Command(stop=stop))
+            self.push(node, node_pb2.Command(stop=stop))
         if was_busy and not presence.job:
             self._node_is_free()
 
@@ -629,9 +624,7 @@ class Controller:
             return
         orders = self.links.next_orders(self.state, self.presences, self._idle(), self.clock.monotonic_s())
         for node, command in orders:
-            session = self._sessions.get(node)
-            if session is not None:
-                session.push(command)
+            self.push(node, command)
 
     def links_reported(self, node: NodeId, links: Iterable[node_pb2.LinkReport]) -> None:
         """Take what a node has measured."""

@@ -21,7 +21,7 @@ from fusion.plan.planner import Options, make_plan
 from fusion.plan.replicas import with_replicas
 from fusion.plan.types import Cluster, ClusterNode, JobView, Link, LinkTable, Plan, Uplink
 from fusion.plan.workload import Workload, workload_of
-from fusion.protocol.job import BlobRef, JobSpec
+from fusion.protocol.job import BlobRef, JobSpec, job_view
 from fusion_coordinator.admission import load_graph
 from fusion_coordinator.blobs import BlobFiles
 from fusion_coordinator.decide.recoding import SLOWER, Choices
@@ -29,19 +29,6 @@ from fusion_coordinator.decide.replanning import slowness, with_usual
 
 _GRAPHS_KEPT = 4
 BUDGET_S = 5.0  #: after that the best plan found so far is taken
-
-
-def job_view(spec: JobSpec) -> JobView:
-    """Return what planners look at."""
-    return JobView(
-        micro_batches=spec.micro_batches,
-        schedule=spec.schedule,
-        optimizer_bytes_per_parameter=spec.optimizer.state_bytes_per_parameter,
-        max_stages=spec.max_stages,
-        cuts=spec.cuts,
-        compression=spec.compression,
-        steps=spec.steps,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +101,7 @@ class Planner:
     ) -> Alternative:
         graph, workload = self._graph(spec.graph)
         view, present = job_view(spec), plan_at(present, step + 1)
-        nodes = [stage.node for stage in present.stages]
-        expected = in_force(present, cluster, workload, view)
-        known = {**earlier, **slowness(nodes, expected.compute_s, compute_s, spec.micro_batches)}
-        real = slowed(cluster, with_usual(known, [node.node for node in cluster.nodes]))
+        known, real = _as_seen(cluster, present, workload, view, compute_s, earlier)
         best = _planned(real, graph, view, "fusion")
         present_s = in_force(present, real, workload, view).step_s
         return Alternative(best, present_s, in_force(best, real, workload, view).step_s, known)
@@ -153,10 +137,7 @@ class Planner:
         if compression.kind != "auto" or len(present.stages) < 2:
             return None
         _, workload = self._graph(spec.graph)
-        expected = in_force(present, cluster, workload, view)
-        nodes = [stage.node for stage in present.stages]
-        known = {**earlier, **slowness(nodes, expected.compute_s, compute_s, spec.micro_batches)}
-        real = slowed(cluster, with_usual(known, [node.node for node in cluster.nodes]))
+        _, real = _as_seen(cluster, present, workload, view, compute_s, earlier)
         problem, found = problem_of(present, real, workload, view)
         used = [(int(a), int(b)) for a, b in np.argwhere(problem.evaluate(found).raw_bytes > 0)]
         least = compressed(problem, found, compression)
@@ -201,6 +182,21 @@ def measured(cluster: Cluster) -> bool:
     """Whether any link of the cluster was measured."""
     links = cluster.links
     return bool(links.sites or any(link is not None for link in links.pairs.values()))
+
+
+def _as_seen(
+    cluster: Cluster,
+    present: Plan,
+    workload: Workload,
+    view: JobView,
+    compute_s: Sequence[float],
+    earlier: Mapping[NodeId, float],
+) -> tuple[dict[NodeId, float], Cluster]:
+    """Return how slow nodes are by what a job's stages took, and the cluster with those speeds."""
+    nodes = [stage.node for stage in present.stages]
+    expected = in_force(present, cluster, workload, view)
+    known = {**earlier, **slowness(nodes, expected.compute_s, compute_s, view.micro_batches)}
+    return known, slowed(cluster, with_usual(known, [node.node for node in cluster.nodes]))
 
 
 def _pair(cluster: Cluster, plan: Plan, source: int, target: int) -> tuple[ClusterNode, ClusterNode]:

@@ -16,7 +16,7 @@ from fusion.base.ids import JobId, NodeId
 from fusion.observe.logs import fields
 from fusion.protocol.status import RefusalError
 from fusion.wire.v1 import node_pb2
-from fusion_coordinator.decide import recovery
+from fusion_coordinator.decide import moves, recovery
 from fusion_coordinator.decide.recovery import Cut, Part
 from fusion_coordinator.keptstates import KeptState
 from fusion_coordinator.state import AnyEvent, State
@@ -157,9 +157,8 @@ class _Recovery:
         await self._until(lambda: all(self._answered(node) for node in asked), self._settings.recover_wait_s)
 
     def _answered(self, node: NodeId) -> bool:
-        incarnation, asked_s = self._asked_s[node]
-        gone = node not in self._controller.watching()
-        return gone or self._controller.kept.heard_s(node, incarnation) >= asked_s
+        """Whether a node that was asked has answered, or cannot any more."""
+        return node not in self._controller.watching() or self._has_told(node)
 
     async def _best(self) -> Cut:
         controller, job = self._controller, self._job
@@ -167,22 +166,19 @@ class _Recovery:
         kept: dict[NodeId, Collection[KeptState]] = {
             node: [state for state in states if (node, state.digest) not in self._given_up]
             for node, states in controller.kept.of(job.job).items()
-            if node in watching and self._answered_since(node)
+            if node in watching and self._has_told(node)
         }
         digests = {state.digest for states in kept.values() for state in states}
-        digests |= {stage.held.digest for stage in job.stages if stage.held is not None}
-        digests |= {blob.digest for blob in job.resume.states} if job.resume is not None else set()
-        digests |= {blob.digest for checkpoint in job.checkpoints for blob in checkpoint.states}
-        cut = recovery.best_cut(job, kept, await controller.stored(digests))
+        cut = recovery.best_cut(job, kept, await controller.stored(digests | moves.kept_for(job)))
         if cut.origin == "checkpoint" and not await controller.checkpoints.usable(job.job, cut.step):
             return await self._best()  # without the damaged one, which was dropped
         return cut
 
-    def _answered_since(self, node: NodeId) -> bool:
-        return (
-            node in self._asked_s
-            and self._controller.kept.heard_s(node, self._asked_s[node][0]) >= self._asked_s[node][1]
-        )
+    def _has_told(self, node: NodeId) -> bool:
+        if node not in self._asked_s:
+            return False
+        incarnation, asked_s = self._asked_s[node]
+        return self._controller.kept.heard_s(node, incarnation) >= asked_s
 
     # ---- uploads ----
 

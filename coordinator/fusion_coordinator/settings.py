@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import msgspec
 
+from fusion.base.fortests import setting_for_tests
 from fusion.base.units import MIB
 
 
@@ -54,5 +54,5 @@ class Settings:
 
 def process_settings() -> Settings:
     """Return the product's settings; with FUSION_TEST=1 those that FUSION_SETTINGS (a JSON object) states differ."""
-    text = os.environ.get("FUSION_SETTINGS") if os.environ.get("FUSION_TEST") == "1" else None
+    text = setting_for_tests("FUSION_SETTINGS")
     return Settings() if text is None else msgspec.json.decode(text, type=Settings)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Protocol
+
+from fusion.base.fortests import setting_for_tests
 
 
 class Clock(Protocol):
@@ -49,8 +50,8 @@ class JumpingClock(SystemClock):
 
 def process_clock() -> Clock:
     """Return the clock of this process: the machine's, but with FUSION_TEST=1 and FUSION_CLOCK=FILE one that jumps."""
-    offset = os.environ.get("FUSION_CLOCK")
-    return JumpingClock(Path(offset)) if offset and os.environ.get("FUSION_TEST") == "1" else SystemClock()
+    offset = setting_for_tests("FUSION_CLOCK")
+    return JumpingClock(Path(offset)) if offset else SystemClock()
 
 
 class ManualClock:

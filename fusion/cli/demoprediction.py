@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion.base.ids import NodeId
 from fusion.base.units import format_duration, format_rate
-from fusion.cli.output import printable
+from fusion.cli.output import printable, table
 from fusion.plan.types import Cluster, Link, Plan, PlannedLink
 from fusion.protocol.metrics import StageMetrics, StepMetrics
 
@@ -167,11 +167,3 @@ def _link_row(link: dict[str, Any]) -> tuple[str, ...]:
 
 def _off(predicted: float, measured: float) -> str:
     return f"{(measured - predicted) / predicted:+.0%}" if predicted else ""
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows in columns; the first is the heading."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip() for row in rows
-    ]

@@ -13,8 +13,9 @@ from fusion.cli.helpers import Helpers
 from fusion.job.job import Job
 from fusion.job.prepare import captured_graph
 from fusion.plan.plan_simulation import simulate_plan
-from fusion.plan.types import Cluster, JobView, Plan
+from fusion.plan.types import Cluster, Plan
 from fusion.plan.workload import Workload, workload_of
+from fusion.protocol.job import job_view
 from fusion.protocol.jobstatus import JobStatus
 from fusion.protocol.metrics import StepMetrics
 from fusion.transport.frames import DEFAULT_WINDOW_BYTES
@@ -60,13 +61,7 @@ class Load:
     def __init__(self, job: Job) -> None:
         draft, self.graph = captured_graph(job)
         self.workload: Workload = workload_of(self.graph)
-        self.view = JobView(
-            draft.micro_batches,
-            draft.schedule,
-            draft.optimizer.state_bytes_per_parameter,
-            max_stages=draft.max_stages,
-            cuts=draft.cuts,
-        )
+        self.view = job_view(draft)
 
     def simulated_s(self, plan: Plan, cluster: Cluster) -> float:
         """Return the step time that the simulator predicts."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fusion.base.units import format_bytes, format_duration, format_rate
-from fusion.cli.output import printable
-from fusion.cli.planview import measured_stages, table
+from fusion.cli.output import printable, table
+from fusion.cli.planview import measured_stages
 
 if TYPE_CHECKING:
     from fusion.plan.types import Plan

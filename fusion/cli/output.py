@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from fusion.base.errors import ConfigError
 from fusion.base.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -99,3 +101,19 @@ def metrics_line(metrics: StepMetrics, steps: int) -> str:
 def printable(text: str) -> str:
     """Return text that came from elsewhere without what could steer a terminal or break the line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines in columns; the first is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip() for row in rows
+    ]
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write the file that an option names; ConfigError if that is not possible."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path} cannot be written: {getattr(error, 'strerror', error)}") from None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from fusion.base.errors import ConfigError, UsageError
+from fusion.cli.output import table
 
 if TYPE_CHECKING:
     from fusion.plan.planner import Planned
@@ -72,8 +73,8 @@ def plan_case(
     from fusion.cli.jobfile import load_job, parse_settings
     from fusion.job.prepare import captured_graph
     from fusion.plan.planner import Options, make_plan
-    from fusion.plan.types import JobView
     from fusion.plan.workload import workload_of
+    from fusion.protocol.job import job_view
 
     cluster = _cluster(cluster_file, live, coordinator)
     real, sys.stdout = sys.stdout, sys.stderr
@@ -82,15 +83,9 @@ def plan_case(
     finally:
         sys.stdout = real
     draft, graph = captured_graph(job)
-    view = JobView(
-        micro_batches=draft.micro_batches,
-        schedule=draft.schedule,
-        optimizer_bytes_per_parameter=draft.optimizer.state_bytes_per_parameter,
-        max_stages=draft.max_stages,
-        cuts=draft.cuts,
-        compression=draft.compression if compression is None else compression,
-        steps=draft.steps,
-    )
+    view = job_view(draft)
+    if compression is not None:
+        view = replace(view, compression=compression)
     planned = make_plan(cluster, graph, view, Options(method, seed, budget, time.monotonic))
     return Case(draft.name, view, workload_of(graph), cluster, planned)
 
@@ -124,7 +119,5 @@ def read_cluster(file: Path) -> Cluster:
 
 def echo_table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns; the first is the heading."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        click.echo(f"  {'  '.join(cells)}".rstrip())
+    for line in table(rows):
+        click.echo(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fusion.base.units import format_bytes, format_duration, format_rate
-from fusion.cli.output import printable
+from fusion.cli.output import printable, table
 
 if TYPE_CHECKING:
     from fusion.plan.types import Plan, PlannedLink
@@ -127,11 +127,3 @@ def _duration(seconds: float | None) -> str:
 
 def _size(count: float | None) -> str:
     return _UNKNOWN if count is None else format_bytes(count)
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return rows as lines in columns; the first is the heading."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip() for row in rows
-    ]

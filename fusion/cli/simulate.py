@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fusion.base.errors import ConfigError
 from fusion.base.units import format_bytes, format_duration
-from fusion.cli.output import json_option, print_json, printable
+from fusion.cli.output import json_option, print_json, printable, write_text
 from fusion.cli.planning import echo_table, plan_case, planning_options
 
 if TYPE_CHECKING:
@@ -94,17 +93,10 @@ def _write_pictures(result: Simulation, name: str, trace: Path | None, svg: Path
     from fusion.plan.timeline_svg import timeline_svg
 
     if trace is not None:
-        _write("--trace", trace, chrome_trace_json(result.spans, result.names))
+        write_text("--trace", trace, chrome_trace_json(result.spans, result.names))
     if svg is not None:
         title = f"{name}: {len(result.stages)} stages, {format_duration(result.step_s)} per step (simulated)"
-        _write("--svg", svg, timeline_svg(result.spans, result.names, title))
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {path} cannot be written: {getattr(error, 'strerror', error)}") from None
+        write_text("--svg", svg, timeline_svg(result.spans, result.names, title))
 
 
 def _show(result: Simulation, plan: Plan, name: str) -> None:

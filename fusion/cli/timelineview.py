@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion.base.errors import ConfigError, StateError
+from fusion.base.errors import StateError
 from fusion.base.units import format_duration
+from fusion.cli.output import write_text
 from fusion.plan.timeline import Kind, Row, Span, chrome_trace_json, row_label, rows_of
 from fusion.plan.timeline_svg import timeline_svg
 from fusion.protocol.timeline import Timeline, align, whole_steps
@@ -64,10 +65,12 @@ def write_pictures(
 ) -> None:
     """Write the Chrome trace and the picture that were asked for; ConfigError if a file cannot be written."""
     if trace is not None:
-        _write("--trace", trace, chrome_trace_json(timeline.spans, names))
+        write_text("--trace", trace, chrome_trace_json(timeline.spans, names))
     if svg is not None:
         step = "" if job.last is None else f", {format_duration(job.last.step_s)} per step"
-        _write("--svg", svg, timeline_svg(timeline.spans, names, f"{job.name}: {len(names)} stages{step} (measured)"))
+        write_text(
+            "--svg", svg, timeline_svg(timeline.spans, names, f"{job.name}: {len(names)} stages{step} (measured)")
+        )
 
 
 def _totals(spans: Sequence[Span], row: Row, steps: int) -> list[tuple[Kind, float]]:
@@ -76,10 +79,3 @@ def _totals(spans: Sequence[Span], row: Row, steps: int) -> list[tuple[Kind, flo
         if (span.stage, span.target) == row:
             found[span.kind] = found.get(span.kind, 0.0) + (span.end_s - span.start_s) / steps
     return [(kind, found[kind]) for kind in Kind if kind in found]
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {path} cannot be written: {getattr(error, 'strerror', error)}") from None

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusion.base.errors import ConfigError
+from fusion.base.fortests import setting_for_tests
 from fusion.observe import history
 
 __all__ = ["Failpoint", "parse", "reach", "reached"]
@@ -183,5 +184,5 @@ def reach(name: str, **values: object) -> str:
     What the action raises, it raises here.
     """
     if not _active:
-        _active.append(_Active(os.environ.get("FUSION_FAILPOINTS", "") if os.environ.get("FUSION_TEST") == "1" else ""))
+        _active.append(_Active(setting_for_tests("FUSION_FAILPOINTS") or ""))
     return _active[0].reach(name, values) if _active[0].points else ""

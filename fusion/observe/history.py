@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fusion.base.fortests import setting_for_tests
+
 __all__ = ["History", "active", "begin", "note"]
 
 
@@ -47,8 +49,8 @@ _own = _Own()
 
 def begin(process: str, **common: Any) -> None:
     """Begin this process's history, if the environment asks for one; `common` goes into every line of it."""
-    directory = os.environ.get("FUSION_HISTORY")
-    if os.environ.get("FUSION_TEST") == "1" and directory:
+    directory = setting_for_tests("FUSION_HISTORY")
+    if directory:
         with _own.lock:
             _own.history = History(Path(directory), process, **common)
 

@@ -19,7 +19,14 @@ _STEPS = 2  #: the second one follows another, as all but the first of a run do
 _FEW_TASKS, _FEW_NODES = 400, 16  #: so small pipelines are simulated often
 _SIMULATIONS = 160  #: of changed plans
 _BETTER = 0.999
-_WORTH = 1.002  #: with a node less it may take so much longer
+WORTH = 1.002  #: a plan with a node less may take so much longer
+
+
+def without_stage(places: tuple[int, ...], at: int) -> Iterator[tuple[int, ...]]:
+    """Yield the places of the other stages when a neighbour takes over the part of stage `at`."""
+    stages = len(places) - 1
+    for inner in {max(1, at), min(stages - 1, at + 1)}:
+        yield places[:inner] + places[inner + 1 :]
 
 
 def simulated_s(problem: Problem, arrangement: Arrangement) -> float:
@@ -65,7 +72,7 @@ class _Climb:
             for changed in self._changes(best):
                 if self._left <= 0 or self._out_of_time():
                     return best
-                limit = _WORTH if len(changed.nodes) < len(best.nodes) else _BETTER
+                limit = WORTH if len(changed.nodes) < len(best.nodes) else _BETTER
                 if self._seconds(changed) <= limit * self._seconds(best):
                     best, helped = changed, True
                     break
@@ -91,8 +98,8 @@ class _Climb:
                 if places[at - 1] < moved < places[at + 1]:
                     yield self._changed(nodes, (*places[:at], moved, *places[at + 1 :]))
         for at in range(stages if stages > 1 else 0):
-            for inner in {max(1, at), min(stages - 1, at + 1)}:  # its neighbours take its part over
-                yield self._changed(nodes[:at] + nodes[at + 1 :], places[:inner] + places[inner + 1 :])
+            for fewer in without_stage(places, at):
+                yield self._changed(nodes[:at] + nodes[at + 1 :], fewer)
         for at in range(stages - 1):
             swapped = (*nodes[:at], nodes[at + 1], nodes[at], *nodes[at + 2 :])
             yield self._changed(swapped, places)

@@ -14,6 +14,7 @@ from fusion.plan.codecs import Compression, Ladder
 from fusion.plan.communities import communities
 from fusion.plan.cost import Arrangement, Problem
 from fusion.plan.exact import exact_plan
+from fusion.plan.finals import WORTH, without_stage
 from fusion.plan.layers import layered_plans
 from fusion.plan.phases import compressed, with_links
 from fusion.plan.relax import SLACK, relax, strength, with_adatopk
@@ -23,7 +24,6 @@ METHODS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
 POOL = 96  #: nodes that the search looks at
 #: Micro-batches in flight more at each stage than at the next: room for slow links, 1F1B's own, and fewer.
 SLOPES = (2.0, 1.0, 0.5, 0.0)
-_WORTH = 1.002  #: a plan with a node less may take so much longer
 _FEW_NODES, _FEW_BLOCKS = 16, 64
 _REPEATS = 3  #: searches with other random numbers, where they cost little
 
@@ -136,7 +136,7 @@ def _annealed(problem: Problem, chains: Sequence[Chain], found: list[Arrangement
 
 def _without_useless(problem: Problem, chain: Chain, best: Arrangement) -> Arrangement:
     """Drop nodes one after another while a step takes hardly longer: each could fail, and none is worth nothing."""
-    limit_s = problem.step_s(best) * _WORTH
+    limit_s = problem.step_s(best) * WORTH
     dropped = True
     while dropped and len(best.nodes) > 1:
         dropped, busiest_s = False, problem.evaluate(best).busiest_s
@@ -144,8 +144,7 @@ def _without_useless(problem: Problem, chain: Chain, best: Arrangement) -> Arran
         for at in range(len(best.nodes)):
             rest = best.nodes[:at] + best.nodes[at + 1 :]
             fewer.append(chain.best_cuts(rest, chain.caps_near(chain.cap_of(busiest_s), range(-3, 4))))
-            for inner in {max(1, at), min(len(rest), at + 1)}:  # its neighbours take its part over
-                fewer.append(chain.arrange(rest, best.places[:inner] + best.places[inner + 1 :]))
+            fewer += [chain.arrange(rest, places) for places in without_stage(best.places, at)]
         candidate = min((one for one in fewer if one is not None), key=problem.step_s, default=best)
         if len(candidate.nodes) < len(best.nodes) and problem.step_s(candidate) <= limit_s:
             best, dropped = candidate, True

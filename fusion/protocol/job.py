@@ -11,6 +11,7 @@ from fusion.base.errors import ConfigError
 from fusion.base.ids import check_name
 from fusion.graph.dag import DTYPE_BYTES, TensorSpec
 from fusion.plan.codecs import parse_compression
+from fusion.plan.types import JobView
 from fusion.wire.v1 import job_pb2, tensor_pb2
 
 Determinism = Literal["fast", "strict"]
@@ -168,6 +169,19 @@ class JobSpec:
         size = -(-self.batch_size // self.micro_batches)
         full, rest = divmod(self.batch_size, size)
         return (size,) * full + ((rest,) if rest else ())
+
+
+def job_view(spec: JobSpec) -> JobView:
+    """Return what planners look at."""
+    return JobView(
+        micro_batches=spec.micro_batches,
+        schedule=spec.schedule,
+        optimizer_bytes_per_parameter=spec.optimizer.state_bytes_per_parameter,
+        max_stages=spec.max_stages,
+        cuts=spec.cuts,
+        compression=spec.compression,
+        steps=spec.steps,
+    )
 
 
 def _whole(field_name: str, value: object, low: int, high: int) -> None:

@@ -69,11 +69,11 @@ class _Peer:
     def __str__(self) -> str:
         return self.label
 
-    def assembler_progress(self) -> None:
-        """Let the stream with the headers acknowledge what has come."""
+    def progressed(self) -> None:
+        """Let the stream with the headers acknowledge what has come, and return credit."""
         stream = self.incoming
         if stream is not None:
-            stream.give_credit()
+            stream.notice()
 
 
 class _ThreadPerStream(futures.Executor):
@@ -140,14 +140,9 @@ class GrpcTransport:
         back = Session(self.job, self.epoch, number, self.stage, info.incarnation, self._incarnation)
         label = f"stage {number} ({info.name} at {info.address})"
 
-        def returned(_count_bytes: int) -> None:
-            stream = peer.incoming
-            if stream is not None:
-                stream.give_credit()
-
         outbox = Outbox(out, self._next_sequence)
         outgoing = OutgoingStream(self, label, out, outbox, lambda: self._route(info))
-        assembler = Assembler(back, self.window_bytes, limit, returned)
+        assembler = Assembler(back, self.window_bytes, limit, lambda _count_bytes: peer.progressed())
         peer = _Peer(number, label, info, outbox, outgoing, back, assembler)
         return peer
 
@@ -380,7 +375,7 @@ class GrpcTransport:
 
     def progressed(self, stage: StageIndex) -> None:
         """A stripe has brought something, which the stream with the headers acknowledges."""
-        self._peers[stage].assembler_progress()
+        self._peers[stage].progressed()
 
     def broken(self, stream: IncomingStream, stage: StageIndex, reason: str, *, final: bool) -> None:
         """A stream that had been admitted has ended without a goodbye.

@@ -7,7 +7,6 @@ server has done it), and SHARE fail while they are under way (the server does it
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import threading
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import grpc
 import grpc.aio
 
+from fusion.base.fortests import setting_for_tests
 from fusion.observe import history
 
 __all__ = ["AioRpcChaos", "RpcChaos", "share"]
@@ -27,7 +27,8 @@ _Fate = Literal["", "request", "answer", "under way"]
 
 def share() -> float:
     """Return how many calls meet each of the three fates; 0 outside of tests."""
-    return float(os.environ.get("FUSION_RPC_CHAOS", "0")) if os.environ.get("FUSION_TEST") == "1" else 0.0
+    text = setting_for_tests("FUSION_RPC_CHAOS")
+    return 0.0 if text is None else float(text)
 
 
 def _draw(part: float, method: Any) -> _Fate:

@@ -87,7 +87,6 @@ class IncomingStream:
     """One stream that a peer has opened: a thread reads its frames, grpc's own takes our answers."""
 
     def __init__(self, host: Host, requests: Iterator[bytes], context: grpc.ServicerContext) -> None:
-        self.untouched = True  #: no message has been announced
         self._host, self._requests, self._context = host, requests, context
         self._changed = threading.Condition()
         self._frames: deque[bytes] = deque()
@@ -153,7 +152,7 @@ class IncomingStream:
         credit = assembler.credited_bytes - self._told_bytes
         if credit > 0:
             self._told_bytes += credit
-            self._notice()  # acknowledgements come next
+            self.notice()  # acknowledgements come next
             return frame(credit=credit)
         self._last_ack_s = time.monotonic()
         count, whole = assembler.acknowledgement()
@@ -172,11 +171,8 @@ class IncomingStream:
             self._frames.append(data)
             self._changed.notify_all()
 
-    def give_credit(self) -> None:
-        """Tell the peer soon how much more it may send."""
-        self._notice()
-
-    def _notice(self) -> None:
+    def notice(self) -> None:
+        """Tell the peer soon what has come and how much more it may send."""
         if self._stripe == 0 and not self._dirty:  # while it is, the answering thread looks by itself
             with self._changed:
                 self._dirty = True
@@ -265,7 +261,6 @@ class IncomingStream:
         if body == "goodbye":
             self._part(message.goodbye.reason)
             return
-        self.untouched = False
         assembler.header(message.header, self._admission.generation, self._host.receive)
         if not message.header.payload_bytes:
             self._notice_main()
@@ -273,7 +268,7 @@ class IncomingStream:
     def _notice_main(self) -> None:
         """Something has come that the stream with the headers is to acknowledge."""
         if self._stripe == 0:
-            self._notice()
+            self.notice()
         elif self._stage is not None:
             self._host.progressed(self._stage)
 

@@ -239,7 +239,6 @@ class Daemon:
                 self._supervisor.tell(Hold())
             case events.RecodeWorker():
                 self._supervisor.tell(action.change)
-                self._clerk.report()
             case events.LeaseWorker():
                 self._supervisor.lease(action.until_s)
             case events.ReportStates():

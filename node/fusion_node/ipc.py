@@ -18,6 +18,7 @@ import msgspec
 
 from fusion.base.clock import SystemClock
 from fusion.base.errors import WireError
+from fusion.plan.timeline import Kind
 
 StateName = Literal["starting", "ready", "running", "finished", "failed", "stopped", "held"]
 Cause = Literal["", "error", "peer-lost", "crash", "out-of-memory", "device", "lease"]
@@ -122,7 +123,7 @@ class SpanItem(msgspec.Struct, frozen=True, array_like=True):
 
     stage: Index  #: whose work it is; of a link the near end
     target: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  #: of a link the far end; else -1
-    kind: str
+    kind: Kind
     micro_batch: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
     start_s: float
     end_s: float

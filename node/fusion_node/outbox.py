@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 
 from fusion.base.clock import Clock
 from fusion.base.errors import FusionError
+from fusion.links.clocks import Offset
 from fusion.observe.logs import fields
+from fusion.plan.timeline import Span
+from fusion.protocol.timeline import StageSpans, stage_spans_to_proto
 from fusion.transport.channels import backoff_s
 from fusion.wire.v1 import node_pb2, tensor_pb2
 from fusion_node.control import Control, may_pass
@@ -198,19 +201,12 @@ def step_message(stage: int, report: StepReport) -> node_pb2.StageStep:
 
 def spans_message(stage: int, report: StepReport) -> node_pb2.StageSpans:
     """Return the message for what a step was spent on."""
-    message = node_pb2.StageSpans(stage=stage, step=report.step)
-    for span in report.spans:
-        message.spans.add(
-            stage=span.stage,
-            target=span.target,
-            kind=span.kind,
-            micro_batch=span.micro_batch,
-            start_s=span.start_s,
-            end_s=span.end_s,
-        )
-    for peer, clock in sorted(report.clocks.items()):
-        message.clocks.add(peer=peer, offset_s=clock.offset_s, error_s=clock.error_s)
-    return message
+    spans = tuple(
+        Span(span.stage, span.target, span.kind, report.step, span.micro_batch, span.start_s, span.end_s)
+        for span in report.spans
+    )
+    clocks = {peer: Offset(clock.offset_s, clock.error_s) for peer, clock in sorted(report.clocks.items())}
+    return stage_spans_to_proto(StageSpans(stage, report.step, spans, clocks))
 
 
 def _clean(text: str) -> str:

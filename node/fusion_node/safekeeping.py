@@ -33,7 +33,6 @@ def held_for(plan: Plan, stage: StageIndex) -> set[StageIndex]:
 class Safekeeping:
     """The ends of it, connected."""
 
-    files: StateFiles
     keeper: StateKeeper
     sender: ReplicaSender | None
     holder: ReplicaHolder | None
@@ -79,7 +78,7 @@ class Safekeeping:
             uploaded=uploaded,
             replicator=sender,
         )
-        return Safekeeping(files, keeper, sender, holder)
+        return Safekeeping(keeper, sender, holder)
 
     def takers(self) -> Mapping[MessageKind, Callable[[Incoming], None]]:
         """Return who takes which messages of the data plane."""

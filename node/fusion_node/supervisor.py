@@ -21,11 +21,10 @@ from fusion_node.events import WorkerExited, WorkerReported
 from fusion_node.ipc import (
     MAX_LINE_BYTES,
     Cause,
+    Command,
     Emulate,
-    Hold,
     Lease,
     LogEntry,
-    Recode,
     Stop,
     WorkerConfig,
     decode_report,
@@ -155,14 +154,14 @@ class Supervisor:
             if self._task is not None and not self._task.done():
                 self._early_stops.append((reason, grace_s, ask))
             return
-        if ask and grace_s > 0 and process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.write(encode(Stop(reason)))
+        if ask and grace_s > 0:
+            self.tell(Stop(reason))
         loop = asyncio.get_running_loop()
         if grace_s > 0:
             self._timers.append(loop.call_later(grace_s / 2, self._signal, process, signal.SIGTERM))
         self._timers.append(loop.call_later(grace_s, self._signal, process, signal.SIGKILL))
 
-    def tell(self, command: Hold | Recode) -> None:
+    def tell(self, command: Command) -> None:
         """Pass a command on to the worker, if there is one."""
         process = self._process
         if process is not None and process.stdin is not None and not process.stdin.is_closing():
@@ -170,17 +169,14 @@ class Supervisor:
 
     def emulate(self, flops: float) -> None:
         """Tell the worker, if there is one, to stand for a device of this speed."""
-        process = self._process
-        self._early_emulation = Emulate(flops) if process is None else None
-        if process is not None and process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.write(encode(Emulate(flops)))
+        command = Emulate(flops)
+        self._early_emulation = command if self._process is None else None
+        self.tell(command)
 
     def lease(self, until_s: float) -> None:
         """Tell the worker until when this node may speak for its stage."""
         self._lease_until_s = until_s
-        process = self._process
-        if process is not None and process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.write(encode(Lease(until_s)))
+        self.tell(Lease(until_s))
 
     async def close(self) -> None:
         """Kill the worker, if there is one, and wait until nothing of it is left."""

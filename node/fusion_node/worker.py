@@ -465,8 +465,7 @@ class Worker:
         if self._transport is None or not is_traced(record.step, record.step_s):
             return (), {}
         items = tuple(
-            SpanItem(span.stage, span.target, span.kind.value, span.micro_batch, span.start_s, span.end_s)
-            for span in spans
+            SpanItem(span.stage, span.target, span.kind, span.micro_batch, span.start_s, span.end_s) for span in spans
         )
         clocks = self._transport.clocks()
         return items, {int(peer): ClockItem(clock.offset_s, clock.error_s) for peer, clock in clocks.items()}

@@ -10,7 +10,16 @@ import grpc
 import pytest
 
 from fusion.wire.v1 import coordinator_pb2
-from tests.support.coordinator import CoordinatorProcess, FakeNode, FakeOwner, request_id, wait_until
+from tests.support.coordinator import (
+    CoordinatorProcess,
+    FakeNode,
+    FakeOwner,
+    begin,
+    hold,
+    request_id,
+    restart,
+    wait_until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +65,6 @@ def start(owner, nodes):
     return job
 
 
-def begin(nodes):
-    """Take the assignments that have come, in any order, up to READY."""
-    found = [node.assigned() for node in nodes]
-    for node in nodes:
-        node.report("starting")
-        node.report("ready")
-    return found
-
-
 def move(owner, job, cuts, names, request=""):
     message = coordinator_pb2.MoveRequest(request_id=request or request_id(), job_id=job, cuts=cuts, nodes=names)
     return owner.stubs.jobs.Move(message, timeout=10)
@@ -73,15 +73,6 @@ def move(owner, job, cuts, names, request=""):
 def fetch(owner, blob):
     parts = owner.stubs.blobs.Get(coordinator_pb2.GetBlobRequest(digest=blob.digest), timeout=10)
     return b"".join(part.data for part in parts)
-
-
-def hold(owner, node, step):
-    """Do what a worker does that stops after `step`; return the state's reference."""
-    state = owner.upload(f"state of {node.name} in epoch {node.epoch} after {step}".encode())
-    node.report("running", "saves its state", step=step)
-    node.report("held", step=step, held=state)
-    node.job = ""
-    return state
 
 
 def test_a_job_goes_from_two_nodes_to_three_and_to_one_with_one_unbroken_curve(owner, nodes):
@@ -165,30 +156,6 @@ def test_kill_9_between_hold_and_next_epoch_loses_neither_the_move_nor_a_step(co
         (step, 10.0 - step, 2 if step <= 4 else 3) for step in range(1, 9)
     ]
     assert [node.commands.qsize() for node in nodes] == [0, 0, 0]
-
-
-def restart(coordinator, owner, nodes):
-    coordinator.kill()
-    coordinator.start()
-    for node in nodes:
-        wait_until(lambda node=node: opens(node), "the Watch stream after the restart")
-    wait_until(lambda: opens_list(owner), "the coordinator answers its owner")
-
-
-def opens(node):
-    try:
-        node.watch()
-    except grpc.RpcError:
-        return False
-    return True
-
-
-def opens_list(owner):
-    try:
-        owner.stubs.jobs.List(coordinator_pb2.ListJobsRequest(), timeout=5)
-    except grpc.RpcError:
-        return False
-    return True
 
 
 def test_a_job_whose_stages_do_not_stop_stays_as_it_is_and_goes_on_if_they_stop_late(tmp_path):

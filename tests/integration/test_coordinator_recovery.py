@@ -9,7 +9,16 @@ import grpc
 import pytest
 
 from fusion.wire.v1 import coordinator_pb2, node_pb2
-from tests.support.coordinator import CoordinatorProcess, FakeNode, FakeOwner, request_id, wait_until
+from tests.support.coordinator import (
+    CoordinatorProcess,
+    FakeNode,
+    FakeOwner,
+    begin,
+    hold,
+    request_id,
+    restart,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -33,14 +42,6 @@ def nodes(coordinator):
     for node in made:
         with contextlib.suppress(grpc.RpcError, ValueError):
             node.die()
-
-
-def begin(nodes):
-    found = [node.assigned() for node in nodes]
-    for node in nodes:
-        node.report("starting")
-        node.report("ready")
-    return found
 
 
 def start(owner, nodes, **settings):
@@ -145,29 +146,6 @@ def test_kill_9_of_the_coordinator_at_any_point_of_a_recovery_loses_nothing(coor
     restart(coordinator, owner, [a, c])
     owner.wait_for(job, "running")
     assert owner.status(job).step == 3
-
-
-def restart(coordinator, owner, nodes):
-    coordinator.kill()
-    coordinator.start()
-    for node in nodes:
-        wait_until(lambda node=node: opens(node), "the Watch stream after the restart")
-
-    def answers():
-        try:
-            return owner.stubs.jobs.List(coordinator_pb2.ListJobsRequest(), timeout=5)
-        except grpc.RpcError:
-            return None
-
-    wait_until(answers, "the coordinator answers its owner")
-
-
-def opens(node):
-    try:
-        node.watch()
-    except grpc.RpcError:
-        return False
-    return True
 
 
 def test_a_crashed_worker_comes_back_on_its_node_with_what_its_node_keeps(owner, nodes):
@@ -298,14 +276,6 @@ def test_f34_a_revoked_node_is_out_of_a_running_job_at_once(coordinator, owner, 
 
 
 # ---- pausing and draining ----
-
-
-def hold(owner, node, step):
-    state = owner.upload(f"state of {node.name} in epoch {node.epoch} after {step}".encode())
-    node.report("running", "saves its state", step=step)
-    node.report("held", step=step, held=state)
-    node.job = ""
-    return state
 
 
 def pause(owner, job, request=""):

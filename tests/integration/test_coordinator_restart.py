@@ -12,7 +12,7 @@ import pytest
 
 from fusion.base.errors import ConfigError, StateError
 from fusion.wire.v1 import coordinator_pb2
-from tests.support.coordinator import CoordinatorProcess, FakeNode, FakeOwner, request_id, stubs, wait_until
+from tests.support.coordinator import CoordinatorProcess, FakeNode, FakeOwner, opens, request_id, stubs, wait_until
 
 
 @pytest.fixture
@@ -35,15 +35,7 @@ def running_job(coordinator, owner, **settings):
 
 def again(node):
     """The daemon's Watch loop: try until the stream stands."""
-
-    def attempt():
-        try:
-            node.watch()
-        except grpc.RpcError:
-            return False
-        return True
-
-    wait_until(attempt, "Watch after the restart")
+    wait_until(lambda: opens(node), "Watch after the restart")
 
 
 def test_f7_a_killed_coordinator_comes_back_and_the_job_goes_on_to_its_end(coordinator):

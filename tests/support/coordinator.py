@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -495,6 +495,55 @@ class FakeOwner:
 
         request = coordinator_pb2.FollowRequest(job_id=job, after_step=after_step, after_log=after_log, wait=wait)
         return self.stubs.jobs.Follow(request, timeout=60)
+
+
+def begin(nodes: Sequence[FakeNode]) -> list[Any]:
+    """Take the assignments that have come, in any order, up to READY."""
+    found = [node.assigned() for node in nodes]
+    for node in nodes:
+        node.report("starting")
+        node.report("ready")
+    return found
+
+
+def hold(owner: FakeOwner, node: FakeNode, step: int) -> Any:
+    """Do what a worker does that stops after `step`; return the state's reference."""
+    state = owner.upload(f"state of {node.name} in epoch {node.epoch} after {step}".encode())
+    node.report("running", "saves its state", step=step)
+    node.report("held", step=step, held=state)
+    node.job = ""
+    return state
+
+
+def opens(node: FakeNode) -> bool:
+    """Whether the node's Watch stream can be opened now, as its daemon tries again and again."""
+    import grpc
+
+    try:
+        node.watch()
+    except grpc.RpcError:
+        return False
+    return True
+
+
+def restart(coordinator: CoordinatorProcess, owner: FakeOwner, nodes: Sequence[FakeNode]) -> None:
+    """Kill the coordinator and start it; return when the nodes watch again and the owner is answered."""
+    import grpc
+
+    from fusion.wire.v1 import coordinator_pb2
+
+    coordinator.kill()
+    coordinator.start()
+    for node in nodes:
+        wait_until(lambda node=node: opens(node), "the Watch stream after the restart")
+
+    def answers() -> Any:
+        try:
+            return owner.stubs.jobs.List(coordinator_pb2.ListJobsRequest(), timeout=5)
+        except grpc.RpcError:
+            return None
+
+    wait_until(answers, "the coordinator answers its owner")
 
 
 def _serve(directory: str, listen: str, settings: str, enrol_listen: str) -> None:

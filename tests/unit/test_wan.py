@@ -16,6 +16,7 @@ import pytest
 
 from fusion.base.errors import ConfigError
 from fusion.cli.wan import Machine, WanConfig, WanLink, WanRelay, default_topology
+from tests.support.loops import run
 
 ROOT = Path(__file__).parents[2]
 CLOCK_S = 0.002  #: what clocks and rounding may take off a delay
@@ -48,14 +49,6 @@ def sink_into(received: list[bytes]):
         writer.close()
 
     return sink
-
-
-def run(scenario) -> None:
-    async def bounded():
-        async with asyncio.timeout(30):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 def test_a_byte_takes_the_delay_each_way():

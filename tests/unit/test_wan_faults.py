@@ -10,17 +10,10 @@ import pytest
 from fusion.base.errors import ConfigError
 from fusion.cli.wan import Machine, WanLink, WanRelay
 from fusion.cli.wanfaults import Fault
+from tests.support.loops import run
 
 QUIET_S = 0.15  #: nothing that would come takes so long on loopback
 THERE, BACK = ("a", "b"), ("b", "a")
-
-
-def run(scenario) -> None:
-    async def bounded():
-        async with asyncio.timeout(30):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 class Far:

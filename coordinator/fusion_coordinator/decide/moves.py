@@ -139,11 +139,11 @@ def past_counts(past: Collection[PastRecord]) -> tuple[tuple[int, int], ...]:
 
 def outdated(before: JobRecord, after: JobRecord) -> list[str]:
     """Return the digests of states that a job may have needed before a change, and will not after it."""
-    return sorted(_kept_for(before) - _kept_for(after))
+    return sorted(kept_for(before) - kept_for(after))
 
 
-def _kept_for(job: JobRecord) -> set[str]:
-    """Return the states that a job may go on from. One that has ended goes on from a checkpoint only."""
+def kept_for(job: JobRecord) -> set[str]:
+    """Return the digests of the states that a job may go on from. One that has ended goes on from a checkpoint only."""
     found = {blob.digest for checkpoint in job.checkpoints for blob in checkpoint.states}
     if not job.state.ended:
         found |= {stage.held.digest for stage in job.stages if stage.held is not None}
@@ -164,5 +164,5 @@ def referenced(state: State) -> set[str]:
         kept |= {spec.graph.digest, spec.weights.digest}
         kept |= {file.blob.digest for data in (spec.data, spec.eval_data) for file in data.files}
         kept |= {stage.weights.digest for stage in job.stages if stage.weights is not None}
-        kept |= _kept_for(job)
+        kept |= kept_for(job)
     return kept
