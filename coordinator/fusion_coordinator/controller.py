@@ -607,6 +607,8 @@ class Controller:
     def _settles_in_s(self) -> float:
         now_s = self.clock.monotonic_s()
         early_s = self._node_came_s + self.settings.settle_s - now_s
+        if scheduling.leaving(self.state, self.presences, self.clock.wall_s() - self.settings.release_wait_s):
+            early_s = max(early_s, self.settings.sweep_s)
         if early_s > 0 or not self.settings.probes or now_s - self._node_came_s > self.settings.measure_wait_s:
             return early_s
         measuring = self.links.measuring(self.state, self.presences, self._idle(), now_s)

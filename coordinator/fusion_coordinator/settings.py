@@ -24,6 +24,7 @@ class Settings:
     settle_s: float = (
         2.0  #: a plan waits until no node has become free for that long: those started together count together
     )
+    release_wait_s: float = 10.0  #: ... nor for so long while a node still ends the work of a job that is over
     recover_wait_s: float = (
         10.0  #: a broken job waits at most that long for its workers to end, and for nodes to answer
     )

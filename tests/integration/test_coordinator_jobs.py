@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 import time
 
@@ -369,6 +370,22 @@ def test_a_second_job_takes_the_nodes_that_the_first_left(owner, nodes):
     wait_until(lambda: "are busy" in owner.status(third).reason, "third waits")
     for each in (third, second, job):
         owner.cancel(each)
+
+
+def test_a_job_waits_a_while_for_nodes_that_still_end_the_work_of_the_one_before(owner, nodes):
+    pair = nodes(2)
+    first = start(owner, pair)
+    for node in pair:
+        node.beat()
+    owner.cancel(first)
+    pair[0].job = ""
+    pair[0].beat()
+    second = owner.submit(owner.job())
+    with pytest.raises(queue.Empty):
+        pair[0].next("assign", timeout_s=2.0)  # many times as long as a plan waits for nodes that come
+    pair[1].job = ""
+    assert len(pair[0].assigned().plan.stages) == 2
+    owner.cancel(second)
 
 
 def test_the_same_submission_again_is_the_same_job(owner):

@@ -363,6 +363,20 @@ def test_only_nodes_that_are_here_free_and_listening_are_idle():
     assert [node.name for node in scheduling.idle(without, presences)] == ["b", "c"]
 
 
+def test_a_node_leaves_a_job_that_is_over_and_no_other():
+    ended = apply(JobEnded(50.0, JOB, JobState.CANCELLED, ""), BASE)
+    names = lambda state, presences, after_s: [  # noqa: E731
+        node.name for node in scheduling.leaving(state, presences, after_s)
+    ]
+    still = all_present() | {A: present(1, job=JOB)}
+    assert names(ended, still, 45.0) == ["a"]
+    assert names(ended, still, 50.0) == []  # it had its time
+    assert names(ended, all_present(), 45.0) == []
+    assert names(BASE, still, 0.0) == []  # that job still runs
+    assert names(ended, {A: present(1, job=JOB, watching=False)}, 45.0) == []
+    assert names(ended, {A: present(1, job="job-unknown")}, 45.0) == []
+
+
 def test_f26_nodes_with_another_torch_are_left_out_with_a_remark():
     old = replace(BASE.nodes[A], hardware=replace(HARDWARE, torch_version="2.6.0+cu124"))
     fit, remarks = scheduling.split_by_torch([old, BASE.nodes[B]], "2.13.1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fusion.base.ids import Epoch, Incarnation, NodeId
+from fusion.base.ids import Epoch, Incarnation, JobId, NodeId
 from fusion.links import LinkEstimate, LinkView
 from fusion.plan.types import UNMEASURED_LINK, Cluster, ClusterNode, Link, LinkTable
 from fusion_coordinator.liveness import Presence, Presences
@@ -59,6 +59,19 @@ def idle(state: State, presences: Presences) -> list[NodeRecord]:
         if node.node not in taken and _here(state, node, presences.get(node.node), "")
     ]
     return sorted(found, key=lambda node: (node.name, node.node))
+
+
+def leaving(state: State, presences: Presences, ended_after_wall_s: float) -> list[NodeRecord]:
+    """Return the nodes that still run a worker of a job that is over, and ended after that time."""
+    return [
+        node
+        for node in state.nodes.values()
+        if (presence := presences.get(node.node)) is not None
+        and (job := state.jobs.get(JobId(presence.job))) is not None
+        and job.state.ended
+        and job.finished_wall_s > ended_after_wall_s
+        and _here(state, node, presence, job.job)
+    ]
 
 
 def usable_by(state: State, presences: Presences, job: JobRecord) -> list[NodeRecord]:
