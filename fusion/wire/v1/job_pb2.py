@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from fusion.wire.v1 import tensor_pb2 as fusion_dot_wire_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66usion/wire/v1/job.proto\x12\x0e\x66usion.wire.v1\x1a\x1b\x66usion/wire/v1/tensor.proto\"\xd5\x05\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05graph\x18\x02 \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12(\n\x07weights\x18\x03 \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12\"\n\x04\x64\x61ta\x18\x04 \x01(\x0b\x32\x14.fusion.wire.v1.Data\x12\'\n\teval_data\x18\x05 \x01(\x0b\x32\x14.fusion.wire.v1.Data\x12\x18\n\x10\x65val_every_steps\x18\x06 \x01(\r\x12\x14\n\x0c\x65val_batches\x18\x07 \x01(\r\x12,\n\toptimizer\x18\x08 \x01(\x0b\x32\x19.fusion.wire.v1.Optimizer\x12/\n\x0blr_schedule\x18\t \x01(\x0b\x32\x1a.fusion.wire.v1.LrSchedule\x12\x12\n\nbatch_size\x18\n \x01(\r\x12\x15\n\rmicro_batches\x18\x0b \x01(\r\x12\r\n\x05steps\x18\x0c \x01(\x04\x12\x11\n\tgrad_clip\x18\r \x01(\x01\x12\x0c\n\x04seed\x18\x0e \x01(\x04\x12\x13\n\x0b\x64\x65terminism\x18\x0f \x01(\t\x12\x11\n\tprecision\x18\x10 \x01(\t\x12\x10\n\x08schedule\x18\x11 \x01(\t\x12\x12\n\nmax_stages\x18\x12 \x01(\r\x12/\n\x0bloss_weight\x18\x13 \x01(\x0b\x32\x1a.fusion.wire.v1.LossWeight\x12\x15\n\rtorch_version\x18\x14 \x01(\t\x12\x0f\n\x07threads\x18\x15 \x01(\r\x12\x0c\n\x04\x63uts\x18\x16 \x03(\r\x12\x0f\n\x07shuffle\x18\x17 \x01(\x08\x12\x0f\n\x07planner\x18\x18 \x01(\t\x12\x0e\n\x06replan\x18\x19 \x01(\x08\x12\x13\n\x0b\x63ompression\x18\x1a \x01(\t\x12\x1e\n\x16\x63heckpoint_every_steps\x18\x1b \x01(\x04\x12\x17\n\x0f\x63heckpoint_keep\x18\x1c \x01(\r\"g\n\x04\x44\x61ta\x12%\n\x06\x66ields\x18\x01 \x03(\x0b\x32\x15.fusion.wire.v1.Field\x12\'\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x18.fusion.wire.v1.DataFile\x12\x0f\n\x07samples\x18\x03 \x01(\x04\"\xa6\x01\n\x05\x46ield\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x06sample\x18\x02 \x01(\x0b\x32\x1a.fusion.wire.v1.TensorSpec\x12)\n\x04rows\x18\x03 \x01(\x0b\x32\x19.fusion.wire.v1.RowSourceH\x00\x12.\n\x06window\x18\x04 \x01(\x0b\x32\x1c.fusion.wire.v1.WindowSourceH\x00\x42\x08\n\x06source\")\n\tRowSource\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\t\"L\n\x0cWindowSource\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\t\x12\x0e\n\x06stride\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"D\n\x08\x44\x61taFile\x12%\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12\x11\n\tnode_path\x18\x02 \x01(\t\"\xae\x01\n\tOptimizer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x15\n\rlearning_rate\x18\x02 \x01(\x01\x12\x39\n\x08settings\x18\x03 \x03(\x0b\x32\'.fusion.wire.v1.Optimizer.SettingsEntry\x12\x10\n\x08no_decay\x18\x04 \x03(\t\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"W\n\nLrSchedule\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x14\n\x0cwarmup_steps\x18\x02 \x01(\x04\x12\x14\n\x0c\x66inal_factor\x18\x03 \x01(\x01\x12\x0f\n\x07\x66\x61\x63tors\x18\x04 \x03(\x01\"+\n\nLossWeight\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06ignore\x18\x02 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66usion/wire/v1/job.proto\x12\x0e\x66usion.wire.v1\x1a\x1b\x66usion/wire/v1/tensor.proto\"\xe8\x05\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05graph\x18\x02 \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12(\n\x07weights\x18\x03 \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12\"\n\x04\x64\x61ta\x18\x04 \x01(\x0b\x32\x14.fusion.wire.v1.Data\x12\'\n\teval_data\x18\x05 \x01(\x0b\x32\x14.fusion.wire.v1.Data\x12\x18\n\x10\x65val_every_steps\x18\x06 \x01(\r\x12\x14\n\x0c\x65val_batches\x18\x07 \x01(\r\x12,\n\toptimizer\x18\x08 \x01(\x0b\x32\x19.fusion.wire.v1.Optimizer\x12/\n\x0blr_schedule\x18\t \x01(\x0b\x32\x1a.fusion.wire.v1.LrSchedule\x12\x12\n\nbatch_size\x18\n \x01(\r\x12\x15\n\rmicro_batches\x18\x0b \x01(\r\x12\r\n\x05steps\x18\x0c \x01(\x04\x12\x11\n\tgrad_clip\x18\r \x01(\x01\x12\x0c\n\x04seed\x18\x0e \x01(\x04\x12\x13\n\x0b\x64\x65terminism\x18\x0f \x01(\t\x12\x11\n\tprecision\x18\x10 \x01(\t\x12\x10\n\x08schedule\x18\x11 \x01(\t\x12\x12\n\nmax_stages\x18\x12 \x01(\r\x12/\n\x0bloss_weight\x18\x13 \x01(\x0b\x32\x1a.fusion.wire.v1.LossWeight\x12\x15\n\rtorch_version\x18\x14 \x01(\t\x12\x0f\n\x07threads\x18\x15 \x01(\r\x12\x0c\n\x04\x63uts\x18\x16 \x03(\r\x12\x0f\n\x07shuffle\x18\x17 \x01(\x08\x12\x0f\n\x07planner\x18\x18 \x01(\t\x12\x0e\n\x06replan\x18\x19 \x01(\x08\x12\x13\n\x0b\x63ompression\x18\x1a \x01(\t\x12\x1e\n\x16\x63heckpoint_every_steps\x18\x1b \x01(\x04\x12\x17\n\x0f\x63heckpoint_keep\x18\x1c \x01(\r\x12\x11\n\trecompute\x18\x1d \x01(\t\"g\n\x04\x44\x61ta\x12%\n\x06\x66ields\x18\x01 \x03(\x0b\x32\x15.fusion.wire.v1.Field\x12\'\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x18.fusion.wire.v1.DataFile\x12\x0f\n\x07samples\x18\x03 \x01(\x04\"\xa6\x01\n\x05\x46ield\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x06sample\x18\x02 \x01(\x0b\x32\x1a.fusion.wire.v1.TensorSpec\x12)\n\x04rows\x18\x03 \x01(\x0b\x32\x19.fusion.wire.v1.RowSourceH\x00\x12.\n\x06window\x18\x04 \x01(\x0b\x32\x1c.fusion.wire.v1.WindowSourceH\x00\x42\x08\n\x06source\")\n\tRowSource\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\t\"L\n\x0cWindowSource\x12\x0c\n\x04\x66ile\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\t\x12\x0e\n\x06stride\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"D\n\x08\x44\x61taFile\x12%\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x17.fusion.wire.v1.BlobRef\x12\x11\n\tnode_path\x18\x02 \x01(\t\"\xae\x01\n\tOptimizer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x15\n\rlearning_rate\x18\x02 \x01(\x01\x12\x39\n\x08settings\x18\x03 \x03(\x0b\x32\'.fusion.wire.v1.Optimizer.SettingsEntry\x12\x10\n\x08no_decay\x18\x04 \x03(\t\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"W\n\nLrSchedule\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x14\n\x0cwarmup_steps\x18\x02 \x01(\x04\x12\x14\n\x0c\x66inal_factor\x18\x03 \x01(\x01\x12\x0f\n\x07\x66\x61\x63tors\x18\x04 \x03(\x01\"+\n\nLossWeight\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06ignore\x18\x02 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,23 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPTIMIZER_SETTINGSENTRY']._loaded_options = None
   _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_options = b'8\001'
   _globals['_JOBSPEC']._serialized_start=74
-  _globals['_JOBSPEC']._serialized_end=799
-  _globals['_DATA']._serialized_start=801
-  _globals['_DATA']._serialized_end=904
-  _globals['_FIELD']._serialized_start=907
-  _globals['_FIELD']._serialized_end=1073
-  _globals['_ROWSOURCE']._serialized_start=1075
-  _globals['_ROWSOURCE']._serialized_end=1116
-  _globals['_WINDOWSOURCE']._serialized_start=1118
-  _globals['_WINDOWSOURCE']._serialized_end=1194
-  _globals['_DATAFILE']._serialized_start=1196
-  _globals['_DATAFILE']._serialized_end=1264
-  _globals['_OPTIMIZER']._serialized_start=1267
-  _globals['_OPTIMIZER']._serialized_end=1441
-  _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_start=1394
-  _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_end=1441
-  _globals['_LRSCHEDULE']._serialized_start=1443
-  _globals['_LRSCHEDULE']._serialized_end=1530
-  _globals['_LOSSWEIGHT']._serialized_start=1532
-  _globals['_LOSSWEIGHT']._serialized_end=1575
+  _globals['_JOBSPEC']._serialized_end=818
+  _globals['_DATA']._serialized_start=820
+  _globals['_DATA']._serialized_end=923
+  _globals['_FIELD']._serialized_start=926
+  _globals['_FIELD']._serialized_end=1092
+  _globals['_ROWSOURCE']._serialized_start=1094
+  _globals['_ROWSOURCE']._serialized_end=1135
+  _globals['_WINDOWSOURCE']._serialized_start=1137
+  _globals['_WINDOWSOURCE']._serialized_end=1213
+  _globals['_DATAFILE']._serialized_start=1215
+  _globals['_DATAFILE']._serialized_end=1283
+  _globals['_OPTIMIZER']._serialized_start=1286
+  _globals['_OPTIMIZER']._serialized_end=1460
+  _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_start=1413
+  _globals['_OPTIMIZER_SETTINGSENTRY']._serialized_end=1460
+  _globals['_LRSCHEDULE']._serialized_start=1462
+  _globals['_LRSCHEDULE']._serialized_end=1549
+  _globals['_LOSSWEIGHT']._serialized_start=1551
+  _globals['_LOSSWEIGHT']._serialized_end=1594
 # @@protoc_insertion_point(module_scope)

@@ -53,6 +53,7 @@ class JobSpec(google.protobuf.message.Message):
     COMPRESSION_FIELD_NUMBER: builtins.int
     CHECKPOINT_EVERY_STEPS_FIELD_NUMBER: builtins.int
     CHECKPOINT_KEEP_FIELD_NUMBER: builtins.int
+    RECOMPUTE_FIELD_NUMBER: builtins.int
     name: builtins.str
     eval_every_steps: builtins.int
     """0: never"""
@@ -89,6 +90,8 @@ class JobSpec(google.protobuf.message.Message):
     """0: never"""
     checkpoint_keep: builtins.int
     """so many of the latest ones"""
+    recompute: builtins.str
+    """"auto" (also if empty), "never" or "always" """
     @property
     def graph(self) -> fusion.wire.v1.tensor_pb2.BlobRef:
         """a serialised Graph"""
@@ -144,9 +147,10 @@ class JobSpec(google.protobuf.message.Message):
         compression: builtins.str = ...,
         checkpoint_every_steps: builtins.int = ...,
         checkpoint_keep: builtins.int = ...,
+        recompute: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["data", b"data", "eval_data", b"eval_data", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "optimizer", b"optimizer", "weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "checkpoint_every_steps", b"checkpoint_every_steps", "checkpoint_keep", b"checkpoint_keep", "compression", b"compression", "cuts", b"cuts", "data", b"data", "determinism", b"determinism", "eval_batches", b"eval_batches", "eval_data", b"eval_data", "eval_every_steps", b"eval_every_steps", "grad_clip", b"grad_clip", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "max_stages", b"max_stages", "micro_batches", b"micro_batches", "name", b"name", "optimizer", b"optimizer", "planner", b"planner", "precision", b"precision", "replan", b"replan", "schedule", b"schedule", "seed", b"seed", "shuffle", b"shuffle", "steps", b"steps", "threads", b"threads", "torch_version", b"torch_version", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "checkpoint_every_steps", b"checkpoint_every_steps", "checkpoint_keep", b"checkpoint_keep", "compression", b"compression", "cuts", b"cuts", "data", b"data", "determinism", b"determinism", "eval_batches", b"eval_batches", "eval_data", b"eval_data", "eval_every_steps", b"eval_every_steps", "grad_clip", b"grad_clip", "graph", b"graph", "loss_weight", b"loss_weight", "lr_schedule", b"lr_schedule", "max_stages", b"max_stages", "micro_batches", b"micro_batches", "name", b"name", "optimizer", b"optimizer", "planner", b"planner", "precision", b"precision", "recompute", b"recompute", "replan", b"replan", "schedule", b"schedule", "seed", b"seed", "shuffle", b"shuffle", "steps", b"steps", "threads", b"threads", "torch_version", b"torch_version", "weights", b"weights"]) -> None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
 

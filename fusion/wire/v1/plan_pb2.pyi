@@ -78,6 +78,7 @@ class Stage(google.protobuf.message.Message):
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     REPLICA_STAGE_FIELD_NUMBER: builtins.int
+    RECOMPUTE_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     node_name: builtins.str
     address: builtins.str
@@ -99,6 +100,8 @@ class Stage(google.protobuf.message.Message):
     """micro-batches that it holds at once; 0: as the schedule's name says"""
     replica_stage: builtins.int
     """1 + the stage whose worker keeps a copy of this one's state; 0: none does"""
+    recompute: builtins.bool
+    """forwards run again before their backwards, instead of keeping what they made"""
     def __init__(
         self,
         *,
@@ -115,8 +118,9 @@ class Stage(google.protobuf.message.Message):
         memory_limit_bytes: builtins.int = ...,
         in_flight: builtins.int = ...,
         replica_stage: builtins.int = ...,
+        recompute: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "backward_s", b"backward_s", "end_operator", b"end_operator", "first_operator", b"first_operator", "forward_s", b"forward_s", "in_flight", b"in_flight", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "node_id", b"node_id", "node_name", b"node_name", "parameters", b"parameters", "replica_stage", b"replica_stage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "backward_s", b"backward_s", "end_operator", b"end_operator", "first_operator", b"first_operator", "forward_s", b"forward_s", "in_flight", b"in_flight", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "node_id", b"node_id", "node_name", b"node_name", "parameters", b"parameters", "recompute", b"recompute", "replica_stage", b"replica_stage"]) -> None: ...
 
 Global___Stage: typing_extensions.TypeAlias = Stage
 
