@@ -141,20 +141,20 @@ def _initial_scale(name: str, parameter: Tensor, settings: GptSettings) -> float
     return 0.02 if name.startswith("head") else 1 / math.sqrt(parameter.shape[1])
 
 
-def _text_loss(scores: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def text_loss(scores: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())
 
 
 def _gpt_task(settings: GptSettings) -> Task:
     def held_out() -> dict[str, Tensor]:
-        return _windows(library_text(settings.text_bytes)[1], settings.held_out_rows, settings.time)
+        return windows(library_text(settings.text_bytes)[1], settings.held_out_rows, settings.time)
 
     def job(seed: int, steps: int) -> Job:
         torch.manual_seed(seed)
         return Job(
             model=CodeGPT(settings),
             data=TokenData(library_text(settings.text_bytes)[0], settings.time),
-            loss=_text_loss,
+            loss=text_loss,
             optimizer=AdamW(settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.1, no_decay=("*norm*",)),
             lr_schedule=Linear(warmup=min(settings.warmup, steps // 4), final=0.05),
             steps=steps,
@@ -168,7 +168,7 @@ def _gpt_task(settings: GptSettings) -> Task:
             name="convergence-gpt",
         )
 
-    return Task(settings, job, lambda: CodeGPT(settings), _text_loss, "input_ids", held_out)
+    return Task(settings, job, lambda: CodeGPT(settings), text_loss, "input_ids", held_out)
 
 
 def library_text(most_bytes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -183,7 +183,7 @@ def library_text(most_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     return first, second
 
 
-def _windows(text: np.ndarray, rows: int, time: int) -> dict[str, Tensor]:
+def windows(text: np.ndarray, rows: int, time: int) -> dict[str, Tensor]:
     """Return `rows` windows spread evenly over the text, (B, T) each."""
     starts = np.arange(rows) * (len(text) - time - 1) // rows
     windows = torch.from_numpy(text[starts[:, None] + np.arange(time + 1)].astype(np.int64))

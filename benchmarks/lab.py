@@ -35,6 +35,17 @@ def hosts_of(topology: Topology) -> list[str]:
     return list(topology["hosts"])
 
 
+def link_between(topology: Topology, a: str, b: str) -> dict[str, Any]:
+    """Return rate_mbps, delay_ms and so on between two hosts: an entry for hosts goes before one for their sites."""
+    hosts = topology["hosts"]
+    sites = hosts if isinstance(hosts, dict) else {host: host for host in hosts}
+    found = dict(topology["defaults"])
+    for entry in sorted(topology.get("links", []), key=lambda entry: {entry["a"], entry["b"]} <= set(hosts)):
+        if {entry["a"], entry["b"]} in ({a, b}, {sites[a], sites[b]}) and sites[a] != sites[b]:
+            found |= entry
+    return found
+
+
 def congestion_control() -> str:
     """Return what TCP uses on this machine unless a topology says otherwise."""
     try:

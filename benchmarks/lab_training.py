@@ -13,8 +13,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,12 @@ def cut_evenly(settings: Settings, stages: int) -> Cut:
 class LabCluster:
     """A coordinator on this host and a node on every host of the lab."""
 
-    def __init__(self, lab: Lab, directory: Path, helpers: Helpers, speed_flops: float) -> None:
-        self._lab, self._directory, self._helpers, self._speed_flops = lab, directory, helpers, speed_flops
+    def __init__(
+        self, lab: Lab, directory: Path, helpers: Helpers, speeds: Mapping[str, float], *, in_order: bool = False
+    ) -> None:
+        """`speeds`: FLOPS that each host's node emulates. `in_order`: the nodes join one after the other."""
+        self._lab, self._directory, self._helpers = lab, directory, helpers
+        self._speeds, self._in_order = speeds, in_order
         addresses = dict(item.split("=") for item in os.environ["WANLAB_HOSTS"].split(","))
         self._addresses = addresses
         self.address = f"{addresses[lab.hosts[0]]}:{PORT}"
@@ -127,9 +132,12 @@ class LabCluster:
         with self._client() as client:
             client.info()
             stub = coordinator_pb2_grpc.AdminStub(client.channel)  # type: ignore[no-untyped-call]
-            for host in self._lab.hosts:
+            for number, host in enumerate(self._lab.hosts):
                 self._start_node(stub, host)
-            self._wait(stub)
+                if self._in_order:
+                    self._wait(stub, partial(_joined, count=number + 1))
+            count = len(self._lab.hosts)
+            self._wait(stub, lambda cluster: len(cluster.nodes) == count and _links_known(cluster))
 
     def _client(self) -> Client:
         end_s = time.monotonic() + START_S
@@ -143,20 +151,23 @@ class LabCluster:
         address = f"{self._addresses[host]}:{NODE_PORT}"
         arguments = ["start", join, "--name", host, "--home", str(self._directory / host), "--listen", address]
         arguments += ["--advertise", address, "--device", "cpu", "--threads", "1", "--max-memory", "2GiB"]
-        arguments += ["--emulate-speed", f"{self._speed_flops:.0f}"]
+        arguments += ["--emulate-speed", f"{self._speeds[host]:.0f}"]
         prefix = self._lab.command(host, [])
         self._helpers.start(host, "fusion_node.cli", arguments, self._environment, prefix=prefix)
 
-    def _wait(self, stub: Any) -> None:
-        count = len(self._lab.hosts)
+    def _wait(self, stub: Any, ready: Callable[[Any], bool]) -> None:
         end_s = time.monotonic() + START_S + LINKS_S
         while time.monotonic() < end_s:
             self._helpers.check()
             cluster = stub.Cluster(coordinator_pb2.ClusterRequest(), timeout=10.0)
-            if len(cluster.nodes) == count and _links_known(cluster):
+            if ready(cluster):
                 return
-            time.sleep(0.5)
-        raise JobError(f"{count} nodes and their links were not there in {START_S + LINKS_S:.0f} s")
+            time.sleep(0.25)
+        raise JobError(f"{len(self._lab.hosts)} nodes and their links were not there in {START_S + LINKS_S:.0f} s")
+
+
+def _joined(cluster: Any, count: int) -> bool:
+    return len(cluster.nodes) >= count
 
 
 def _links_known(cluster: Any) -> bool:
@@ -173,7 +184,8 @@ def train(settings: Settings) -> dict[str, Any]:
     stages = len(lab.hosts)
     cut = cut_evenly(settings, stages)
     with tempfile.TemporaryDirectory(prefix="fusion-bench-") as text, Helpers(Path(text) / "logs") as helpers:
-        cluster = LabCluster(lab, Path(text), helpers, cut.forward_flops / settings.forward_s)
+        speeds = dict.fromkeys(lab.hosts, cut.forward_flops / settings.forward_s)
+        cluster = LabCluster(lab, Path(text), helpers, speeds)
         cluster.start()
         samples = settings.samples * settings.micro_batches
         data = {"x": torch.randint(0, VOCABULARY, (samples * 2, settings.length))}

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.lab import Lab, Topology, congestion_control, hosts_of, lab_up, line
+from benchmarks.lab import Lab, Topology, congestion_control, hosts_of, lab_up, line, link_between
 from benchmarks.lab_training import Settings
 from benchmarks.perfect_overlap import Boundary, step_s
 from fusion.base.errors import ConfigError, JobError
@@ -72,15 +72,9 @@ def topology_of(case: Case, script: Path) -> Topology:
 
 def boundaries_of(topology: Topology, order: Sequence[str]) -> list[Boundary]:
     """Return the links between each two neighbours in `order`, by the topology's file; later entries win."""
-    hosts = topology["hosts"]
-    sites = hosts if isinstance(hosts, dict) else {host: host for host in hosts}
 
     def link(a: str, b: str) -> Boundary:
-        found = dict(topology["defaults"])
-        entries = sorted(topology.get("links", []), key=lambda entry: {entry["a"], entry["b"]} <= set(hosts))
-        for entry in entries:
-            if {entry["a"], entry["b"]} in ({a, b}, {sites[a], sites[b]}) and sites[a] != sites[b]:
-                found |= entry
+        found = link_between(topology, a, b)
         return Boundary(found["rate_mbps"], found["delay_ms"] / 1e3)
 
     return [link(a, b) for a, b in pairwise(order)]
