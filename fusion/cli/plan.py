@@ -54,6 +54,7 @@ def plan_as_json(case: Case, explanation: Explanation) -> dict[str, Any]:
                 "forward_s": stage.forward_s,
                 "backward_s": stage.backward_s,
                 "in_flight": stage.in_flight,
+                "recompute": stage.recompute,
                 "gain": gains[stage.node] if math.isfinite(gains[stage.node]) else None,
             }
             for stage in plan.stages
@@ -82,7 +83,18 @@ def _show(case: Case, explanation: Explanation) -> None:
     click.echo(f"bottleneck: {printable(case.planned.bottleneck)}")
     gains = {gain.node: gain.gain for gain in explanation.gains}
     rows: list[tuple[str, ...]] = [
-        ("STAGE", "NODE", "OPERATORS", "PARAMETERS", "MEMORY", "LIMIT", "FORWARD", "BACKWARD", "WITHOUT IT")
+        (
+            "STAGE",
+            "NODE",
+            "OPERATORS",
+            "PARAMETERS",
+            "MEMORY",
+            "LIMIT",
+            "IN FLIGHT",
+            "FORWARD",
+            "BACKWARD",
+            "WITHOUT IT",
+        )
     ]
     for index, stage in enumerate(plan.stages):
         rows.append(
@@ -93,6 +105,7 @@ def _show(case: Case, explanation: Explanation) -> None:
                 f"{stage.parameters:,}",
                 format_bytes(stage.memory_bytes),
                 format_bytes(stage.memory_limit_bytes),
+                f"{stage.in_flight}, recomputed" if stage.recompute else str(stage.in_flight),
                 format_duration(stage.forward_s),
                 format_duration(stage.backward_s),
                 _gain(gains[stage.node]),

@@ -59,6 +59,8 @@ def _stage(plan: Plan, index: int, measured: StageMetrics | None) -> dict[str, A
         "compute_s": _both(compute_s or None, None if measured is None else measured.compute_s),
         "memory_bytes": _both(stage.memory_bytes, None if measured is None else measured.peak_memory_bytes or None),
         "memory_limit_bytes": stage.memory_limit_bytes or None,
+        "in_flight": stage.in_flight or None,
+        "recompute": stage.recompute,
     }
 
 

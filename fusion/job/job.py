@@ -22,6 +22,7 @@ from fusion.protocol.job import (
     LossWeightSpec,
     PlannerName,
     Precision,
+    RecomputeName,
     ScheduleName,
     job_to_proto,
 )
@@ -42,7 +43,7 @@ Loss = Callable[[Any, dict[str, "torch.Tensor"]], "torch.Tensor"]
 _KNOWN = (
     *("model", "data", "optimizer", "steps", "batch_size", "micro_batches", "loss", "loss_weight", "lr_schedule"),
     *("eval_data", "eval_every", "eval_batches", "grad_clip", "seed", "determinism", "precision", "schedule"),
-    *("stages", "cuts", "planner", "replan", "compression", "checkpoint", "shuffle", "threads", "name"),
+    *("stages", "cuts", "planner", "replan", "compression", "checkpoint", "recompute", "shuffle", "threads", "name"),
 )
 
 
@@ -77,6 +78,9 @@ class Job:
         stronger than "auto:R" allows; "adatopk:R". Several, one after the other: "auto:12 int8@70% none@90%".
     checkpoint: every how many steps the job's whole state is put on the coordinator's disk, in the background; or
         `fusion.Checkpoint(every_steps=, keep=)`. By default never: nodes keep copies of each other's state anyway.
+    recompute: whether stages keep only what came in of each micro-batch under way, and run its forward again before
+        its backward: "auto", where a node's memory would otherwise cost more time; "never"; "always". The losses stay
+        the same.
     shuffle: whether each pass over the data has a new order; otherwise the data's own.
     threads: compute threads of every worker; 0: each node's own choice.
     name: for people; default: the model's class.
@@ -110,6 +114,7 @@ class Job:
         replan: bool = True,
         compression: str = "none",
         checkpoint: int | Checkpoint | None = None,
+        recompute: str = "auto",
         shuffle: bool = True,
         threads: int = 0,
         name: str | None = None,
@@ -128,7 +133,7 @@ class Job:
         self.determinism, self.precision, self.schedule = determinism, precision, schedule
         self.stages, self.threads, self.cuts = _whole(stages), _whole(threads), tuple(_whole(cut) for cut in cuts)
         self.planner, self.replan, self.compression = planner, replan, compression
-        self.checkpoint = checkpoint_of(checkpoint)
+        self.checkpoint, self.recompute = checkpoint_of(checkpoint), recompute
         self.name = _default_name(model) if name is None else name
         self._pending: tuple[bytes, str] | None = None
         self._check_kinds()
@@ -191,6 +196,7 @@ class Job:
             compression=self.compression,
             checkpoint_every_steps=self.checkpoint.every_steps,
             checkpoint_keep=self.checkpoint.keep,
+            recompute=cast(RecomputeName, self.recompute),
         )
 
     def prepare(self, directory: Path) -> Prepared:

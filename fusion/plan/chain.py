@@ -34,14 +34,17 @@ class Chain:
     """A problem in single precision, in which each link has the fastest codec of `ladder`.
 
     Memory is counted for `slope` more micro-batches in flight at each stage than at the next one, up to all of them.
+    With `recompute` every stage may run forwards again to save memory, and time is counted as if all did.
     """
 
-    def __init__(self, problem: Problem, ladder: Ladder, slope: float = 1.0) -> None:
+    def __init__(self, problem: Problem, ladder: Ladder, slope: float = 1.0, *, recompute: bool = False) -> None:
         self.problem, self.ladder, self.slope = problem, ladder, slope
+        self.recompute = recompute or problem.job.recompute == "always"
         profile, network = problem.profile, problem.network
         self.waits = np.float32(problem.micro_batches - 1)
         self.nodes, self.blocks = len(network.flops), profile.blocks
-        self.seconds = _reversed(problem.seconds).astype(np.float32)  #: [node, depth]
+        self._forwards = 2 if self.recompute else 1
+        self.seconds = _reversed(problem.seconds_with(self._forwards)).astype(np.float32)  #: [node, depth]
         self.forward_out = profile.forward_out[::-1].astype(np.float32)
         self.backward_out = profile.backward_out[::-1].astype(np.float32)
         self._choose_codecs(network.s_per_byte)
@@ -81,7 +84,7 @@ class Chain:
         """Bottlenecks to try: from all nodes sharing the work without loss to the slowest doing all of it, and on to
         the slowest link, which may have to be used if no node can hold the whole model.
         """
-        total = self.problem.seconds[:, -1]
+        total = self.problem.seconds_with(self._forwards)[:, -1]
         low, high = float(1.0 / (1.0 / total).sum()), float(total.max()) * 1.05
         out = float((self.forward_out + self.backward_out).max())
         links = self.there[self.there < _ABSENT_S_PER_BYTE / 2]
@@ -114,7 +117,7 @@ class Chain:
         first = np.empty((self.nodes, self.blocks + 1), dtype=np.int64)
         for kind, (forward, backward) in enumerate(works):
             of_kind = index == kind
-            work = _reversed(forward + backward)
+            work = _reversed(self._forwards * forward + backward)
             reach = cap_s * (1 + _ROUNDING) * self.problem.network.flops[of_kind]
             first[of_kind] = np.searchsorted(work, work[None, :] - reach[:, None])
         return first
@@ -127,7 +130,9 @@ class Chain:
     @property
     def memory_binds(self) -> bool:
         """Whether some node is too small for a whole graph at the front of a long pipeline."""
-        return bool(self.room(self.problem.max_stages - 1).any()) and not self.problem.whole_blocks
+        need = self._need(self.flights(self.problem.max_stages - 1))
+        largest = np.diagonal(need, 1) if self.problem.whole_blocks else need
+        return bool(largest.max() > self.problem.network.memory_bytes.min())
 
     def room(self, behind: int) -> Ints:
         """[node, d]: as `windows`, for the node's memory, at a stage with so many stages behind it."""
@@ -138,7 +143,7 @@ class Chain:
         return found
 
     def _room(self, flights: int) -> Ints:
-        need = self.problem.profile.memory_bytes(flights)[::-1, ::-1].T  # [end, begin] in depths
+        need = self._need(flights)[::-1, ::-1].T  # [end, begin] in depths
         limits, index = np.unique(self.problem.network.memory_bytes, return_inverse=True)
         depths = np.arange(self.blocks + 1)
         inside = depths[:, None] < depths[None, :]
@@ -149,6 +154,12 @@ class Chain:
         if self.problem.whole_blocks:
             first = np.maximum(first, depths - 1)
         return first[index]
+
+    def _need(self, flights: int) -> npt.NDArray[np.float64]:
+        """[i, j]: bytes of a stage between two places."""
+        profile = self.problem.profile
+        plain = profile.memory_bytes(flights)
+        return np.minimum(plain, profile.memory_bytes(flights, recompute=True)) if self.recompute else plain
 
     # ---- links ----
 

@@ -7,11 +7,16 @@ the pipeline but keep nothing busy. A link's own thread encodes a value and send
 at its far end decodes. Both work beside the stages, so a link is busy for the longer of the two. Tied weights add the
 exchange of their gradients, once a step.
 
+A stage may keep only what came in of each micro-batch and run its forward again: then its backward takes the forward's
+time more, and its memory holds the results of one micro-batch. That is chosen where memory would otherwise allow so
+few micro-batches in flight, or none, that a step takes longer.
+
 Every value is costed on the link between the stages that make and read it, also where it skips stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -41,6 +46,7 @@ class Arrangement:
     places: tuple[int, ...]  #: one more than nodes; from 0 to the number of blocks
     ladder: tuple[PlanCodec, ...] = (NONE,)
     choice: Ints | None = None  #: [source, target] by stage, indices into the ladder; None: the first everywhere
+    recompute: tuple[bool, ...] | None = None  #: by stage; None: as the job asks, "auto" where it makes a step shorter
 
     def codec(self, source: int, target: int) -> PlanCodec:
         """Return the codec from one stage to another."""
@@ -95,6 +101,8 @@ class Evaluation:
     memory_bytes: Floats
     missing_bytes: Floats  #: beyond the node's limit
     bottleneck: Pair  #: (stage, stage), the link (source, target), or (-1, site) of a shared uplink
+    recompute: tuple[bool, ...]  #: stages that run forwards again; `backward_s` has that time
+    short: tuple[bool, ...]  #: stages whose memory holds fewer micro-batches than would hide the links
 
     @property
     def waits(self) -> bool:
@@ -105,6 +113,10 @@ class Evaluation:
     def fits(self) -> bool:
         """Whether every stage fits its node's memory and all that talk can connect."""
         return self.step_s < np.inf
+
+
+def _quality(found: Evaluation) -> tuple[float, float, int]:
+    return found.step_s, float(found.missing_bytes.sum()), sum(found.recompute)
 
 
 class Problem:
@@ -135,8 +147,12 @@ class Problem:
     @cached_property
     def seconds(self) -> Floats:
         """[node, place]: time of both passes over everything before the place."""
+        return self.seconds_with(1)
+
+    def seconds_with(self, forwards: int) -> Floats:
+        """Return the same with so many forwards to a backward."""
         index, works = self.paces
-        total = np.array([forward + backward for forward, backward in works])
+        total = np.array([forwards * forward + backward for forward, backward in works])
         return np.asarray(total[index] / self.network.flops[:, None])
 
     @cached_property
@@ -172,10 +188,35 @@ class _Evaluator:
         self._compute()
         self._traffic()
         self._links()
+        tied_s = self._tied()
+        if self.arrangement.recompute is not None:
+            return self._cost(np.array(self.arrangement.recompute), tied_s)
+        if self.problem.job.recompute == "always":
+            several = np.full(self.stages, self.problem.micro_batches > 1)
+            several[-1] &= self.problem.gpipe  # otherwise it never holds more than one
+            return self._cost(several, tied_s)
+        found = self._cost(np.zeros(self.stages, dtype=bool), tied_s)
+        if self.problem.job.recompute == "never" or not any(found.short):
+            return found
+        return min([found, *self._recomputing(found, tied_s)], key=_quality)
+
+    def _recomputing(self, found: Evaluation, tied_s: float) -> Iterator[Evaluation]:
+        """Yield the costs when all stages that are short of memory run forwards again, and without the busiest one."""
+        short = np.array(found.short)
+        again = self._cost(short, tied_s)
+        yield again
+        first, second = again.bottleneck
+        if first == second and short[first] and short.sum() > 1:
+            short = short.copy()
+            short[first] = False
+            yield self._cost(short, tied_s)
+
+    def _cost(self, recompute: npt.NDArray[np.bool_], tied_s: float) -> Evaluation:
+        self.recompute = recompute
+        self.backward_s = self.once_s + recompute * self.forward_s
         fill_s = self._fill()
         busiest_s, bottleneck = self._bottleneck()
         in_flight, period_s, memory, missing = self._flights(busiest_s)
-        tied_s = self._tied()
         step_s = fill_s + (self.problem.micro_batches - 1) * period_s + tied_s
         if missing.any() or not np.isfinite(fill_s) or not self._neighbours_connect():
             step_s = np.inf
@@ -195,6 +236,8 @@ class _Evaluator:
             memory,
             missing,
             bottleneck,
+            tuple(recompute.tolist()),
+            tuple(self.short.tolist()),
         )
 
     def _compute(self) -> None:
@@ -205,7 +248,7 @@ class _Evaluator:
         forward = np.array([work[0] for work in works])
         backward = np.array([work[1] for work in works])
         self.forward_s = (forward[kinds, last] - forward[kinds, first]) / flops
-        self.backward_s = (backward[kinds, last] - backward[kinds, first]) / flops
+        self.once_s = (backward[kinds, last] - backward[kinds, first]) / flops
 
     def _traffic(self) -> None:
         edges = self.problem.profile.edges
@@ -297,11 +340,14 @@ class _Evaluator:
         profile, count = self.problem.profile, self.problem.micro_batches
         first, last = self.places[:-1], self.places[1:]
         fixed = profile.resident_bytes[first, last] + 2 * profile.working_bytes[first, last]
-        each = profile.flight_bytes[first, last]
+        each, came_in = profile.flight_bytes[first, last], profile.input_bytes[first, last]
+        fixed = fixed + np.where(self.recompute, each - came_in, 0.0)
+        each = np.where(self.recompute, came_in, each)
         limit = self.problem.network.memory_bytes[self.nodes]
         pairs = self._pair_times()
         flights = [count] * self.stages if self.problem.gpipe else self._wanted(pairs, period_s)
         memory = MARGIN * (fixed + np.array(flights) * each)
+        self.short = memory > limit
         if self.problem.gpipe or (memory <= limit).all():
             return tuple(flights), period_s, memory, np.maximum(memory - limit, 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -14,7 +14,7 @@ from fusion.base.ids import Epoch, StageIndex
 from fusion.base.units import format_bytes
 from fusion.graph.dag import Graph
 from fusion.graph.partition import Partition, parameter_count, partition
-from fusion.plan.need import in_flight, shard_work, stage_bytes
+from fusion.plan.need import in_flight, recomputes, shard_work, stage_bytes
 from fusion.plan.spans import Spans, spans_of
 from fusion.plan.types import Cluster, ClusterNode, JobView, Plan, PlannedLink, PlannedStage
 
@@ -89,9 +89,10 @@ def _balance(spans: Spans, nodes: Sequence[ClusterNode], room: Sequence[int], jo
 
     def time_s(stage: int, start: int, end: int) -> tuple[float, bool]:
         span = spans.span(start, end)
-        if span.memory_bytes(flights[stage]) <= room[stage]:
+        again = recomputes(job, flights[stage])
+        if span.memory_bytes(flights[stage], recompute=again) <= room[stage]:
             return span.work / nodes[stage].flops, False
-        return inf, span.least_bytes(flights[stage]) > room[stage]
+        return inf, span.least_bytes(flights[stage], recompute=again) > room[stage]
 
     slowest_s, places = _search(spans.pieces, len(nodes), time_s, max)
     if places is None:
@@ -155,7 +156,8 @@ def _what_is_missing(spans: Spans, cluster: Cluster, most: int, job: JobView) ->
                 nodes: Sequence[ClusterNode] = nodes,
                 flights: Sequence[int] = flights,
             ) -> tuple[float, bool]:
-                need = spans.span(start, end).memory_bytes(flights[stage])
+                again = recomputes(job, flights[stage])
+                need = spans.span(start, end).memory_bytes(flights[stage], recompute=again)
                 return float(max(0, need - nodes[stage].memory_bytes)), False
 
             missing, _ = _search(spans.pieces, count, lacking, _add)

@@ -72,6 +72,8 @@ class _Worth:
         self.inside = tuple(place[node] for node in self.order)
         part = self.problem.subset(pool)
         self.chains = [Chain(part, planned.ladder, slope) for slope in (1.0, 0.0)]
+        if any(stage.recompute for stage in planned.plan.stages):
+            self.chains.append(Chain(part, planned.ladder, recompute=True))
         self.base_s = self._best([self.inside])
 
     def gains(self) -> list[NodeGain]:

@@ -64,7 +64,8 @@ def problem_of(plan: Plan, cluster: Cluster, workload: Workload, job: JobView) -
         choice[link.source, link.target] = len(codecs)
         codecs.append(link_codec(link.codec, link.source, link.target))
     nodes = tuple(place[stage.node] for stage in plan.stages)
-    return Problem(profile, network_of(cluster), job), Arrangement(nodes, places, tuple(codecs), choice)
+    recompute = tuple(stage.recompute for stage in plan.stages)
+    return Problem(profile, network_of(cluster), job), Arrangement(nodes, places, tuple(codecs), choice, recompute)
 
 
 def with_flights(plan: Plan, cluster: Cluster, graph: Graph, workload: Workload, job: JobView) -> Plan:
@@ -72,7 +73,8 @@ def with_flights(plan: Plan, cluster: Cluster, graph: Graph, workload: Workload,
 
     Never fewer than the schedule's name says, and no more than the nodes' memory and the links' times ask for.
     """
-    evaluation = in_force(plan, cluster, workload, job).evaluation
+    problem, found = problem_of(plan, cluster, workload, job)
+    evaluation = problem.evaluate(replace(found, recompute=None))
     parts = partition(graph, [stage.first_operator for stage in plan.stages[1:]])
     count, limits = len(plan.stages), {node.node: node.memory_bytes for node in cluster.nodes}
     stages: list[PlannedStage] = []
@@ -81,16 +83,18 @@ def with_flights(plan: Plan, cluster: Cluster, graph: Graph, workload: Workload,
         flights = max(least, evaluation.in_flight[index])
         if stages:  # a stage that holds more than the one before it only waits for it
             flights = min(flights, stages[-1].in_flight)
-        while flights > least and stage_bytes(parts, index, job, flights) > limits[stage.node]:
+        again = evaluation.recompute[index]
+        while flights > least and stage_bytes(parts, index, job, flights, recompute=again) > limits[stage.node]:
             flights -= 1
         stages.append(
             replace(
                 stage,
                 in_flight=flights,
-                memory_bytes=stage_bytes(parts, index, job, flights),
+                memory_bytes=stage_bytes(parts, index, job, flights, recompute=again),
                 memory_limit_bytes=limits[stage.node],
                 forward_s=float(evaluation.forward_s[index]),
                 backward_s=float(evaluation.backward_s[index]),
+                recompute=again,
             )
         )
     return replace(plan, stages=tuple(stages))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,7 @@ METHODS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
 POOL = 96  #: nodes that the search looks at
 #: Micro-batches in flight more at each stage than at the next: room for slow links, 1F1B's own, and fewer.
 SLOPES = (2.0, 1.0, 0.5, 0.0)
+RECOMPUTING = (2.0, 1.0)  #: the same where stages run forwards again
 _FEW_NODES, _FEW_BLOCKS = 16, 64
 _REPEATS = 3  #: searches with other random numbers, where they cost little
 
@@ -106,18 +107,29 @@ def _ours(problem: Problem, ladder: Ladder, task: _Task) -> Arrangement | None:
         return _on_pool(problem, ladder, task)
     found = [Chain(problem, ladder).arrange(one.nodes, one.places) for one in task.starts]
     chains: list[Chain] = []  #: the most useful last
-    for slope in SLOPES:
-        chain = Chain(problem, ladder, slope)
+    for chain in _chains(problem, ladder):
         best_s = min((problem.step_s(one) for one in found), default=np.inf)
         better = layered_plans(chain, task.out_of_time, best_s)
         chains.insert(len(chains) if better else 0, chain)
         found = better + found
-        if problem.gpipe or not chain.memory_binds:
-            break
     best = _annealed(problem, chains, found, task)
     if best is None or problem.whole_blocks:
         return best
     return _without_useless(problem, chains[-1], best)
+
+
+def _chains(problem: Problem, ladder: Ladder) -> Iterator[Chain]:
+    """Yield the chain models to search in: where memory is short, for fewer micro-batches in it and less of each."""
+    for slope in SLOPES:
+        chain = Chain(problem, ladder, slope)
+        yield chain
+        if not chain.memory_binds:
+            return
+        if problem.gpipe:
+            break
+    if problem.job.recompute == "auto":
+        for slope in RECOMPUTING[: 1 if problem.gpipe else None]:
+            yield Chain(problem, ladder, slope, recompute=True)
 
 
 def _annealed(problem: Problem, chains: Sequence[Chain], found: list[Arrangement], task: _Task) -> Arrangement | None:
@@ -192,7 +204,6 @@ def promising(problem: Problem, most: int, needed: Sequence[int] = ()) -> Ints:
 
 def _exact(problem: Problem, ladder: Ladder, task: _Task) -> Arrangement | None:
     """The optimum of the chain model, for the best of a few assumptions on micro-batches in flight."""
-    slopes = SLOPES[: 1 if problem.gpipe else None]
-    found = [exact_plan(Chain(problem, ladder, slope), task.out_of_time) for slope in slopes]
+    found = [exact_plan(chain, task.out_of_time) for chain in _chains(problem, ladder)]
     fitting = [one for one in found if one is not None]
     return min(fitting, key=problem.step_s, default=None)

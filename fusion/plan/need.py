@@ -47,6 +47,11 @@ def shard_work(graph: Graph, shard: Shard) -> Work:
     return Work(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
+def recomputes(job: JobView, flights: int) -> bool:
+    """Return whether a stage that holds so many micro-batches runs forwards again whatever its memory."""
+    return job.recompute == "always" and flights > 1
+
+
 def in_flight(job: JobView, stage: int, stages: int) -> int:
     """Return how many micro-batches a stage holds at once: with 1F1B the first stage the most, the last one (P9)."""
     return job.micro_batches if job.schedule == "gpipe" else min(job.micro_batches, stages - stage)
@@ -75,10 +80,11 @@ def total_bytes(resident: float, per_micro_batch: float, working: float, flights
     return int(MARGIN * (resident + flights * per_micro_batch + 2 * working))
 
 
-def stage_bytes(parts: Partition, stage: int, job: JobView, flights: int = 0) -> int:
+def stage_bytes(parts: Partition, stage: int, job: JobView, flights: int = 0, *, recompute: bool | None = None) -> int:
     """Return the memory that a stage of a partition needs, by the most exact account that the graph allows.
 
-    `flights`: micro-batches in flight; 0: as the schedule's name says.
+    `flights`: micro-batches in flight; 0: as the schedule's name says. `recompute`: all of them but one are only what
+    came in; None: as the job asks where memory suffices.
     """
     graph, shard = parts.graph, parts.shards[stage]
     positions = operators_of(shard)
@@ -93,4 +99,6 @@ def stage_bytes(parts: Partition, stage: int, job: JobView, flights: int = 0) ->
     sent = sum(graph.values[value].bytes for value in {parts.edges[edge].value for edge in shard.outgoing})
     working = max(graph.operators[position].cost.moved_bytes for position in positions)
     flights = flights or in_flight(job, stage, len(parts.shards))
+    if recomputes(job, flights) if recompute is None else recompute:
+        return total_bytes(resident + saved + sent, received, working, flights)
     return total_bytes(resident, saved + received + sent, working, flights)

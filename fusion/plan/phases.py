@@ -53,7 +53,7 @@ def compressed(problem: Problem, found: Arrangement, wanted: Compression) -> Arr
     if wanted.kind == "adatopk":
         coded = with_adatopk(problem, found, wanted.ratio)
     else:
-        coded = Chain(problem, wanted.ladder()).arrange(found.nodes, found.places)
+        coded = replace(Chain(problem, wanted.ladder()).arrange(found.nodes, found.places), recompute=found.recompute)
         if wanted.kind == "auto":
             coded = relax(problem, coded, wanted.ladder(), SLACK * problem.step_s(coded))
     return with_links(coded, wanted.links)
@@ -71,7 +71,7 @@ def with_links(found: Arrangement, links: Mapping[Link, CodecSpec]) -> Arrangeme
             )
         choice[source, target] = len(ladder)
         ladder.append(plan_codec(spec, TensorRole.ACTIVATION if source < target else TensorRole.GRADIENT))
-    return Arrangement(found.nodes, found.places, tuple(ladder), choice)
+    return replace(found, ladder=tuple(ladder), choice=choice)
 
 
 def codec_changes(

@@ -85,7 +85,8 @@ def make_plan(cluster: Cluster, graph: Graph, job: JobView, options: Options | N
         over = False
         stages = []
         for index, stage in enumerate(planned.plan.stages):
-            need, limit = stage_bytes(parts, index, job, stage.in_flight), _limit(cluster, stage)
+            need = stage_bytes(parts, index, job, stage.in_flight, recompute=stage.recompute)
+            limit = _limit(cluster, stage)
             if need > limit:
                 limits[stage.node] -= need - limit
                 over = True
@@ -170,11 +171,12 @@ def _what_is_missing(problem: Problem, options: Options) -> str:
 def _closest(problem: Problem) -> Arrangement | None:
     """Return an arrangement that fits once every node has so much more memory that just one fits."""
     pool = promising(problem, _DIAGNOSIS_NODES)
+    may = problem.job.recompute != "never"
 
     def fitting(more_bytes: float) -> Arrangement | None:
         network = problem.network.subset(pool)
         richer = replace(network, memory_bytes=network.memory_bytes + more_bytes)
-        chain = Chain(Problem(problem.profile, richer, problem.job), PLAIN_LADDER, 0.0)
+        chain = Chain(Problem(problem.profile, richer, problem.job), PLAIN_LADDER, 0.0, recompute=may)
         return next(iter(layered_plans(chain, lambda: False)), None)
 
     low, high = 0.0, float(problem.profile.memory_bytes(problem.micro_batches).max())

@@ -39,6 +39,7 @@ def _stage(problem: Problem, found: Arrangement, evaluation: Evaluation, stage: 
         float(evaluation.backward_s[stage]),
         node.memory_bytes,
         evaluation.in_flight[stage],
+        recompute=evaluation.recompute[stage],
     )
 
 

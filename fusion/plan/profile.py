@@ -63,6 +63,7 @@ class Profile:
     shared: tuple[Shared, ...]
     resident_bytes: Floats  #: [i, j]: parameters, gradients, optimizer state, buffers and constants
     flight_bytes: Floats  #: [i, j]: kept for each micro-batch in flight
+    input_bytes: Floats  #: [i, j]: the part of it that came in: all that is kept where forwards are run again
     working_bytes: Floats  #: [i, j]
     _paces: dict[Pace, tuple[Floats, Floats]] = field(default_factory=dict)
 
@@ -79,9 +80,15 @@ class Profile:
             found = self._paces[pace] = (self._prefix(forward), self._prefix(backward))
         return found
 
-    def memory_bytes(self, flights: int | Floats) -> Floats:
-        """Return [i, j] the memory that a stage needs with so many micro-batches in flight."""
-        return MARGIN * (self.resident_bytes + 2 * self.working_bytes + flights * self.flight_bytes)
+    def memory_bytes(self, flights: int | Floats, *, recompute: bool = False) -> Floats:
+        """Return [i, j] the memory that a stage needs with so many micro-batches in flight.
+
+        With `recompute` all of them but the one whose backward runs are only what came in.
+        """
+        fixed = self.resident_bytes + 2 * self.working_bytes
+        if recompute:
+            return MARGIN * (fixed + flights * self.input_bytes + (self.flight_bytes - self.input_bytes))
+        return MARGIN * (fixed + flights * self.flight_bytes)
 
     def _prefix(self, by_operator: Floats) -> Floats:
         return np.concatenate([[0.0], np.cumsum(by_operator)])[self.positions]
@@ -112,6 +119,7 @@ def profile_of(
         shared,
         resident,
         saved[None, :] - saved[:, None] + forward_out[None, :] + forward_out[:, None],
+        np.repeat(forward_out[:, None], len(positions), axis=1),
         _range_max([op.forward_bytes for op in workload.operators], positions),
     )
 

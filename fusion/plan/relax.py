@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 
 import numpy as np
@@ -50,7 +51,7 @@ def _lowered(levels: Ints, ladder: Ladder, pair: tuple[int, int], level: int) ->
 
 def _with(arrangement: Arrangement, ladder: Ladder, levels: Ints) -> Arrangement:
     choice = np.triu(levels) + np.tril(levels + len(ladder), -1)
-    return Arrangement(arrangement.nodes, arrangement.places, ladder.both, choice)
+    return replace(arrangement, ladder=ladder.both, choice=choice)
 
 
 def strength(problem: Problem, arrangement: Arrangement) -> float:
@@ -74,4 +75,4 @@ def with_adatopk(problem: Problem, arrangement: Arrangement, ratio: float) -> Ar
         if codec != NONE:
             choice[source, target] = len(ladder)
             ladder.append(codec)
-    return Arrangement(arrangement.nodes, arrangement.places, tuple(ladder), choice)
+    return replace(arrangement, ladder=tuple(ladder), choice=choice)

@@ -74,7 +74,7 @@ class Annealing:
     def _start(self, found: Arrangement) -> _State:
         evaluation = self.chain.problem.evaluate(self.chain.arrange(found.nodes, found.places))
         state = _State(found.nodes, evaluation.step_s, self.chain.cap_of(evaluation.period_s))
-        self.exact |= evaluation.waits
+        self.exact |= evaluation.waits or any(evaluation.recompute)
         if evaluation.step_s < self.best_s:
             self.best_s, self.best = evaluation.step_s, self.chain.arrange(found.nodes, found.places)
         return state

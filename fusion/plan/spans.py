@@ -27,16 +27,19 @@ class Span:
     work: float  #: floating-point operations per micro-batch, forward and backward
     resident: int  #: bytes that stay for a whole step
     saved: int  #: bytes that each micro-batch in flight keeps for its backward
-    exchanged: int  #: bytes of the values that it receives and sends for each micro-batch
+    received: int  #: bytes of the values that it receives for each micro-batch
+    sent: int  #: and of those that it sends
     working: int  #: bytes of the largest operator's traffic
 
-    def memory_bytes(self, flights: int) -> int:
-        """Return the memory needed with so many micro-batches in flight."""
-        return total_bytes(self.resident, self.saved + self.exchanged, self.working, flights)
+    def memory_bytes(self, flights: int, *, recompute: bool = False) -> int:
+        """Return the memory needed with so many micro-batches in flight; `recompute`: forwards are run again."""
+        if recompute:
+            return total_bytes(self.resident + self.saved + self.sent, self.received, self.working, flights)
+        return total_bytes(self.resident, self.saved + self.received + self.sent, self.working, flights)
 
-    def least_bytes(self, flights: int) -> int:
+    def least_bytes(self, flights: int, *, recompute: bool = False) -> int:
         """Return a part of it that any longer run needs too."""
-        return total_bytes(self.resident, self.saved, self.working, flights)
+        return total_bytes(self.resident, self.saved, self.working, 1 if recompute else flights)
 
 
 @dataclass(frozen=True)
@@ -117,5 +120,5 @@ def _ending_at(
                     resident -= resident_bytes(graph, value, job, before)
                 uses[value] = (before or 0) + (not op.no_grad)
                 resident += resident_bytes(graph, value, job, uses[value])
-        found.append(Span(work, resident, saved, received_bytes + crossing[end], working))
+        found.append(Span(work, resident, saved, received_bytes, crossing[end], working))
     return tuple(found)

@@ -97,6 +97,7 @@ class JobView:
     compression: str = "none"  #: as `codecs.parse_compression` reads it
     steps: int = 0  #: of the whole run; 0: unknown, and only the first phase of `compression` is planned
     first_step: int = 1  #: that the plan is for
+    recompute: str = "auto"  #: "auto": where memory would otherwise cost more time; "never" or "always"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class PlannedStage:
     memory_limit_bytes: int = 0  #: what its node lets the job use; 0: not stated
     in_flight: int = 0  #: micro-batches that it holds at once; 0: as the schedule's name says
     replica_stage: StageIndex | None = None  #: whose worker keeps a copy of this stage's state; None: nobody does
+    recompute: bool = False  #: it keeps only what came in, and runs each forward again; `backward_s` has that time
 
 
 @dataclass(frozen=True, slots=True)

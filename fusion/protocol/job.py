@@ -18,6 +18,7 @@ Determinism = Literal["fast", "strict"]
 Precision = Literal["fp32", "bf16"]
 ScheduleName = Literal["1f1b", "gpipe"]
 PlannerName = Literal["fusion", "op-fence", "equal-number", "equal-compute", "exact"]
+RecomputeName = Literal["auto", "never", "always"]
 OptimizerKind = Literal["adamw", "adam", "sgd"]
 
 #: Settings of each optimizer with their defaults, and the bytes of state that it keeps per fp32 parameter.
@@ -163,6 +164,7 @@ class JobSpec:
     compression: str = "none"
     checkpoint_every_steps: int = 0  #: 0: never
     checkpoint_keep: int = 3  #: so many of the latest ones
+    recompute: RecomputeName = "auto"  #: whether stages run forwards again instead of keeping what they made
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Return the samples of each micro-batch: equal ones, and a smaller last one where it does not divide."""
@@ -181,6 +183,7 @@ def job_view(spec: JobSpec) -> JobView:
         cuts=spec.cuts,
         compression=spec.compression,
         steps=spec.steps,
+        recompute=spec.recompute,
     )
 
 
@@ -225,6 +228,7 @@ def check_settings(job: JobSpec) -> None:
     _choice("precision", job.precision, get_args(Precision))
     _choice("schedule", job.schedule, get_args(ScheduleName))
     _choice("planner", job.planner, get_args(PlannerName))
+    _choice("recompute", job.recompute, get_args(RecomputeName))
     check_compression(job)
     check_optimizer(job.optimizer)
     check_lr_schedule(job.lr_schedule, job.steps)
@@ -382,6 +386,7 @@ def job_to_proto(job: JobSpec) -> job_pb2.JobSpec:
         compression=job.compression,
         checkpoint_every_steps=job.checkpoint_every_steps,
         checkpoint_keep=job.checkpoint_keep,
+        recompute=job.recompute,
     )
     if job.eval_data is not None:
         message.eval_data.CopyFrom(data_to_proto(job.eval_data))
@@ -425,6 +430,7 @@ def job_from_proto(message: job_pb2.JobSpec) -> JobSpec:
         compression=message.compression or "none",
         checkpoint_every_steps=message.checkpoint_every_steps,
         checkpoint_keep=message.checkpoint_keep or 3,
+        recompute=message.recompute or "auto",  # type: ignore[arg-type]
     )
     check_settings(job)
     return job

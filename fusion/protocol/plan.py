@@ -58,6 +58,7 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
             memory_limit_bytes=stage.memory_limit_bytes,
             in_flight=stage.in_flight,
             replica_stage=0 if stage.replica_stage is None else stage.replica_stage + 1,
+            recompute=stage.recompute,
         )
     for link in plan.links:
         message.links.add(
@@ -106,6 +107,7 @@ def plan_from_proto(message: plan_pb2.Plan) -> Plan:
             item.memory_limit_bytes,
             item.in_flight,
             StageIndex(item.replica_stage - 1) if item.replica_stage else None,
+            item.recompute,
         )
         for item in message.stages
     )

@@ -4,13 +4,16 @@ Every value that comes from another stage becomes the output of a node that catc
 to another stage is a root of the backward. Autograd does the rest, so the gradients are those of the whole model.
 Sums have one order that no cut can change: a parameter's gradient over micro-batches by their number, a shared
 parameter's gradient per use and then over its uses, a value's gradient from its last consumer to its first.
+
+A shard that recomputes keeps of a micro-batch only what came in, and runs its forward a second time before its
+backward: with the same random numbers, and with buffers as they were, so that it makes the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ import torch
 from fusion.base.errors import GraphError
 from fusion.base.ids import EdgeId, StageIndex, ValueId
 from fusion.graph.dag import InputKind
+from fusion.graph.lifetimes import lifetimes_of
 from fusion.graph.partition import ParameterUse, Partition
 from fusion.runtime.program import Program, Slots
 from fusion.runtime.random import RandomKey
@@ -39,10 +43,22 @@ class _Receive(torch.autograd.Function):
         return None, None, None
 
 
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """All that a micro-batch's forward depends on."""
+
+    key: RandomKey
+    fields: Mapping[str, torch.Tensor]
+    received: Mapping[EdgeId, tuple[torch.Tensor, bool]]
+    samples: int
+    written: Mapping[ValueId, torch.Tensor]  #: copies of the buffers that the forward itself changes
+
+
 @dataclass(slots=True)
 class _Live:
-    """What a micro-batch leaves behind between its forward and its backward."""
+    """What a micro-batch leaves behind between its forward and its backward: results, or the way to make them again."""
 
+    again: _Inputs | None = None
     caught: dict[EdgeId, list[torch.Tensor]] = field(default_factory=dict)
     sent: dict[ValueId, torch.Tensor] = field(default_factory=dict)
     loss: torch.Tensor | None = None
@@ -70,10 +86,12 @@ class ShardExecutor:
         precision: str = "fp32",
         draw_on_cpu: bool = False,
         take_over: bool = False,
+        recompute: bool = False,
     ) -> None:
         """`tensors` holds the shard's parameters, buffers and constants by name.
 
         They are copied to `device`; with `take_over`, those that lie there already are used and changed as they are.
+        `recompute`: run each forward again before its backward instead of keeping what it made.
         """
         self.graph = partition.graph
         self.stage = stage
@@ -104,6 +122,10 @@ class ShardExecutor:
         self._start = {program: program.slots_with(start) for program in (self._training, self._evaluation)}
         self._anchor = torch.zeros((), requires_grad=True)
         self._live: dict[int, _Live] = {}
+        lifetimes, inputs = lifetimes_of(self.graph), self.graph.input_of
+        buffers = [value for value in self.shard.inputs if inputs[value].kind is InputKind.BUFFER]
+        self._written = [value for value in buffers if lifetimes.is_written(value)]  # capture lets no other be
+        self._recompute = recompute
 
     def _load(self, tensors: Mapping[str, torch.Tensor], copy: bool) -> None:
         for value in self.shard.inputs:
@@ -159,26 +181,39 @@ class ShardExecutor:
 
         `received` has, for every incoming edge, its value and whether its gradient is wanted back.
         """
+        inputs = _Inputs(RandomKey(self._seed, step, micro_batch), fields, received, samples, {})
+        if self._recompute:
+            again = replace(inputs, written={value: self._fixed[value].clone() for value in self._written})
+            # With gradients on, as the second run has them: some operators compute otherwise without.
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+                _, result = self._run(inputs)
+            self._live[micro_batch] = _Live(again)
+        else:
+            self._live[micro_batch], result = self._run(inputs)
+        return Forwarded(result.edges, _detached(result.loss))
+
+    def _run(self, inputs: _Inputs) -> tuple[_Live, Forwarded]:
+        """Run the operators of a training forward; return what its backward needs, and its results."""
         live = _Live()
-        slots = self._filled(self._training, fields, samples)
+        slots = self._filled(self._training, inputs.fields, inputs.samples)
+        for written, tensor in inputs.written.items():
+            slots[self._training.slot(written)] = tensor
         with self._precision():
             for edge in self.edges_in:
-                value, wanted = received[edge.edge]
+                value, wanted = inputs.received[edge.edge]
                 if wanted:
                     caught: list[torch.Tensor] = []
                     live.caught[edge.edge] = caught
                     value = _Receive.apply(self._anchor, value, caught)  # type: ignore[no-untyped-call]
                 slots[self._training.slot(edge.value)] = value
-            self._training.run(slots, RandomKey(self._seed, step, micro_batch))
+            self._training.run(slots, inputs.key)
         result = self._results(self._training, slots)
         for edge in self.edges_out:
             value = result.edges[edge.edge]
             if value.requires_grad:
                 live.sent[edge.value] = value
-        if result.loss is not None:
-            live.loss = result.loss
-        self._live[micro_batch] = live
-        return Forwarded(result.edges, _detached(result.loss))
+        live.loss = result.loss
+        return live, result
 
     def backward(
         self,
@@ -192,6 +227,8 @@ class ShardExecutor:
         each incoming edge that wants one; None where there is none.
         """
         live = self._live.pop(micro_batch)
+        if live.again is not None:
+            live, _ = self._run(live.again)
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         for value, tensor in live.sent.items():
@@ -261,6 +298,14 @@ class ShardExecutor:
             if gradient is not None:
                 total = gradient if total is None else total + gradient
         return total
+
+
+def _drop(_tensor: torch.Tensor) -> None:
+    """Stand in for a tensor that a backward would need, where none will come."""
+
+
+def _dropped(_nothing: None) -> torch.Tensor:
+    raise AssertionError("a backward of a forward that is only run again")
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from fusion.base.ids import StageIndex
 from fusion.compress.linkcodecs import CodecSchedule
 from fusion.graph.dag import Graph
 from fusion.graph.partition import Partition, partition
-from fusion.plan.schedule import check_schedule, make_schedule
+from fusion.plan.schedule import check_schedule, make_schedule, most_in_flight
 from fusion.protocol.job import JobSpec
 from fusion.protocol.metrics import StageMetrics, StepMetrics
 from fusion.runtime.batches import Samples
@@ -142,6 +142,7 @@ def make_runners(
             seed=spec.seed,
             precision=spec.precision,
             draw_on_cpu=spec.determinism == "strict",
+            recompute=spec.recompute == "always" and most_in_flight(schedules[stage]) > 1,
         )
         runners[stage] = StageRunner(
             spec,

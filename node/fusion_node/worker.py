@@ -251,6 +251,7 @@ class Worker:
             precision=job.precision,
             draw_on_cpu=job.determinism == "strict",
             take_over=True,
+            recompute=plan.stages[stage].recompute,
         )
         transport = self._transport = self._make_transport(parts)
         self._meter = LinkMeter(transport.counters, coder)
@@ -315,7 +316,8 @@ class Worker:
         if not flops:
             return None
         cost = stage_cost(parts.graph, parts.shards[self._task.stage])
-        return Pace(cost.forward_flops / flops, cost.backward_flops / flops)
+        again = cost.forward_flops if self._task.plan.stages[self._task.stage].recompute else 0.0
+        return Pace(cost.forward_flops / flops, (cost.backward_flops + again) / flops)
 
     def _limit_memory(self) -> None:
         """Refuse a stage that is planned larger than the owner allows, and hold a CUDA device to that limit."""

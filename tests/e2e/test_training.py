@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fusion
 from fusion.graph.partition import legal_cuts
+from fusion.plan.types import Plan
 from tests.support import models
 from tests.support.cluster import Cluster
 
@@ -75,14 +76,15 @@ def curve(metrics: list[fusion.StepMetrics]) -> Curve:
     return [(step.loss, step.eval_loss, step.grad_norm) for step in metrics]
 
 
-def train(cluster: Cluster, job: fusion.Job) -> tuple[Curve, dict[str, Tensor], int]:
-    """Train on the cluster; return each step's figures, the state dict, and the number of stages."""
+def train(cluster: Cluster, job: fusion.Job) -> tuple[Curve, dict[str, Tensor], int, Plan]:
+    """Train on the cluster; return each step's figures, the state dict, the number of stages, and the plan."""
     with cluster.submit(job) as run:
         metrics = list(run.metrics())
         status = run.wait()
         assert [step.step for step in metrics] == list(range(1, job.steps + 1))
         assert len({stage.node for stage in status.stages}) == len(status.stages)
-        return curve(metrics), run.state_dict(), len(status.stages)
+        assert status.plan is not None
+        return curve(metrics), run.state_dict(), len(status.stages), status.plan
 
 
 Reference = tuple[Curve, dict[str, Tensor]]
@@ -106,14 +108,14 @@ def cuts_at(job: fusion.Job, *shares: float) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("make", "schedule", "stages", "shares"),
+    ("make", "schedule", "stages", "shares", "recompute"),
     [
-        (gpt, "gpipe", 1, ()),
-        (gpt, "1f1b", 4, ()),  # the planner's own cuts
-        (gpt, "gpipe", 4, (0.05, 0.37, 0.96)),  # in the middle of blocks, and nearly nothing at either end
-        (gpt, "1f1b", 2, (0.61,)),
-        (resnet, "gpipe", 3, ()),
-        (resnet, "1f1b", 4, (0.13, 0.48, 0.71)),
+        (gpt, "gpipe", 1, (), "auto"),
+        (gpt, "1f1b", 4, (), "auto"),  # the planner's own cuts
+        (gpt, "gpipe", 4, (0.05, 0.37, 0.96), "always"),  # in the middle of blocks, and nearly nothing at either end
+        (gpt, "1f1b", 2, (0.61,), "auto"),
+        (resnet, "gpipe", 3, (), "auto"),
+        (resnet, "1f1b", 4, (0.13, 0.48, 0.71), "always"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
@@ -124,10 +126,13 @@ def test_strict_training_on_nodes_equals_one_process_bit_for_bit(
     schedule: str,
     stages: int,
     shares: tuple[float, ...],
+    recompute: str,
 ) -> None:
     cuts = cuts_at(make(), *shares) if shares else []
-    job = make(schedule=schedule, stages=stages, cuts=cuts)
-    figures, trained, used = train(cluster, job)
+    job = make(schedule=schedule, stages=stages, cuts=cuts, recompute=recompute)
+    figures, trained, used, plan = train(cluster, job)
+    several = [stage.in_flight > 1 for stage in plan.stages]
+    assert [stage.recompute for stage in plan.stages] == [recompute == "always" and one for one in several]
     expected_figures, expected = references[make.__name__]
     assert used == stages
     assert figures == expected_figures
@@ -154,7 +159,7 @@ def test_the_reference_has_what_the_strict_runs_must_reproduce(references: dict[
 
 
 def test_fast_training_is_within_1e_5_of_one_process(cluster: Cluster) -> None:
-    figures, trained, used = train(cluster, gpt(determinism="fast", stages=2))
+    figures, trained, used, _ = train(cluster, gpt(determinism="fast", stages=2))
     local = gpt(determinism="fast").run_local()
     assert used == 2
     for (loss, eval_loss, norm), expected in zip(figures, local.metrics, strict=True):
@@ -169,7 +174,7 @@ def test_fast_training_is_within_1e_5_of_one_process(cluster: Cluster) -> None:
 def test_bf16_autocast_trains_on_nodes_as_it_does_in_one_process(
     cluster: Cluster, references: dict[str, Reference]
 ) -> None:
-    figures, trained, used = train(cluster, gpt(precision="bf16", stages=2))
+    figures, trained, used, _ = train(cluster, gpt(precision="bf16", stages=2))
     local = gpt(precision="bf16").run_local()
     assert used == 2
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
@@ -179,7 +184,7 @@ def test_bf16_autocast_trains_on_nodes_as_it_does_in_one_process(
 
 
 def test_t5_over_three_stages_is_within_1e_6_of_one_process(cluster: Cluster) -> None:
-    figures, trained, used = train(cluster, t5(stages=3))
+    figures, trained, used, _ = train(cluster, t5(stages=3))
     local = t5().run_local()
     assert used == 3
     for (loss, _, norm), expected in zip(figures, local.metrics, strict=True):

@@ -88,6 +88,15 @@ def test_the_tables_for_people_name_bottleneck_stages_and_links(files: list[str]
     assert "0 -> 1" in text
 
 
+def test_plan_says_which_stages_run_forwards_again(files: list[str], tmp_path: Path) -> None:
+    kept = run("plan", *files, "--json")["stages"]
+    assert not any(stage["recompute"] for stage in kept)
+    (tmp_path / "job.py").write_text(JOB.replace("steps=10", 'steps=10, recompute="always"'))
+    stages = run("plan", *files, "--json")["stages"]
+    assert [stage["recompute"] for stage in stages] == [stage["in_flight"] > 1 for stage in stages]
+    assert f"{stages[0]['in_flight']}, recomputed" in run("plan", *files)
+
+
 def test_simulate_draws_the_same_plan_and_agrees_with_it(files: list[str], tmp_path: Path) -> None:
     trace, picture = tmp_path / "t.json", tmp_path / "t.svg"
     planned = run("plan", *files, "--json")

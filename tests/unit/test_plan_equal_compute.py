@@ -307,7 +307,7 @@ def test_slow_links_get_more_micro_batches_in_flight_than_1f1b_has():
 
 
 def test_memory_limits_the_micro_batches_in_flight_but_not_below_the_schedules_own():
-    graph, view = layers([GFLOP] * 4), job(micro_batches=16)
+    graph, view = layers([GFLOP] * 4), job(micro_batches=16, recompute="never")
     found = plan(nodes(2), graph, view)
     parts = partition(graph, [found.stages[1].first_operator])
     three, least = (stage_bytes(parts, 0, view, flights) for flights in (3, 2))

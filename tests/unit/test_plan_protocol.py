@@ -18,7 +18,7 @@ from fusion.protocol.status import RefusalError, error_metadata, from_rpc_error,
 
 STAGES = (
     PlannedStage(NodeId("a" * 20), "n0", "10.0.0.1:7445", Incarnation(3), 0, 7, 1000, 2**33, 0.25, 0.5),
-    PlannedStage(NodeId("b" * 20), "n1", "10.0.0.2:7445", Incarnation(9), 7, 8, 1, 2**20, 0.125, 0.0),
+    PlannedStage(NodeId("b" * 20), "n1", "10.0.0.2:7445", Incarnation(9), 7, 8, 1, 2**20, 0.125, 0.0, recompute=True),
 )
 S0, S1 = StageIndex(0), StageIndex(1)
 PLAN = Plan(
@@ -38,6 +38,7 @@ JOB = JobSpec(
     8,
     8,
     5,
+    recompute="never",
 )
 
 
