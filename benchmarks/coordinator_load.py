@@ -336,7 +336,12 @@ async def planning(cluster: Cluster, repeats: int) -> dict[str, float]:
         latencies += cluster.latencies(begin_s, end_s)
         took_s.append(end_s - begin_s)
     channel.close()
-    return {"p99_planning_ms": p99_ms(latencies), "plan_s": statistics.median(took_s)}
+    return {
+        "p99_planning_ms": p99_ms(latencies),
+        "p50_planning_ms": 1e3 * statistics.median(latencies),
+        "plan_s": statistics.median(took_s),
+        "planner_rss_mb": sum(child.memory_info().rss for child in cluster.watched().children()) / 1e6,
+    }
 
 
 async def measure(directory: Path, count: int, seconds: float, repeats: int) -> dict[str, float]:

@@ -119,7 +119,7 @@ class BlobFiles:
     """The directory that holds all blobs and uploads."""
 
     def __init__(self, directory: Path, reserve_bytes: int) -> None:
-        self._directory, self._reserve_bytes = directory, reserve_bytes
+        self.directory, self._reserve_bytes = directory, reserve_bytes
         self._partials: OrderedDict[tuple[str, str], Partial] = OrderedDict()
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -127,13 +127,13 @@ class BlobFiles:
 
     def _drop_stale(self) -> None:
         oldest = time.time() - _PARTIAL_KEPT_S
-        for path in self._directory.glob("*/*.part"):
+        for path in self.directory.glob("*/*.part"):
             if path.lstat().st_mtime < oldest:
                 path.unlink(missing_ok=True)
 
     def path(self, digest: str) -> Path:
         """Return where the blob lies, or would."""
-        return self._directory / check_digest(digest)[:2] / digest
+        return self.directory / check_digest(digest)[:2] / digest
 
     def partial(self, digest: str, caller: str, size_bytes: int, *, create: bool) -> Partial | None:
         """Return the caller's upload of a blob; None if there is none and `create` is not set."""
@@ -172,7 +172,7 @@ class BlobFiles:
 
     def check_space(self, digest: str, missing_bytes: int) -> None:
         """Refuse an upload that would fill the disk beyond its reserve."""
-        free = shutil.disk_usage(self._directory).free
+        free = shutil.disk_usage(self.directory).free
         if free - missing_bytes < self._reserve_bytes:
             raise _no_space(
                 f"blob {digest}: {format_bytes(missing_bytes)} more are needed and {format_bytes(self._reserve_bytes)} "

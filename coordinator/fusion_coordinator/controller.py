@@ -126,6 +126,8 @@ class Controller:
                     failed_since_s=now_s if failed else None,
                     moving_s=None if job.next is None else now_s,
                 )
+        if any(not job.state.ended for job in self.state.jobs.values()):
+            self._planner.warm()
         await self._compact()
         await asyncio.to_thread(self.checkpoints.tidy)
         works = (
@@ -169,7 +171,7 @@ class Controller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.recoveries.close()
         await self.checkpoints.close()
-        self._planner.close()
+        await self._planner.close()
         async with self._lock:
             await self.progress.flush()
             await self._compact()
@@ -243,6 +245,7 @@ class Controller:
             case Revoked():
                 self._end_session(NodeId(event.identity), StateError("the node's certificate was revoked"))
             case JobSubmitted():
+                self._planner.warm()
                 await self.note(event.job, "info", f"submitted: {event.steps} steps")
                 self._schedule_wanted.set()
             case JobWaits():

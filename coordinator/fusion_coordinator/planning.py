@@ -1,58 +1,90 @@
-"""Makes plans on a thread of its own, so that no heartbeat waits for one."""
+"""Makes plans in a process of its own, at low priority, so that no heartbeat waits for one.
+
+A thread would not do: the planner holds the interpreter for long stretches. The process is started when the first job
+is there, stays, and is started again when it dies. It holds nothing but copies of graphs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import OrderedDict
+import contextlib
+import logging
+import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 
-import numpy as np
-
-from fusion.base.errors import PlanError
+import fusion
+import fusion_coordinator
+from fusion.base.children import child_environment
+from fusion.base.errors import UnreachableError
 from fusion.base.ids import NodeId
-from fusion.graph.dag import Graph
-from fusion.plan.codecs import plan_at
-from fusion.plan.equal_compute import plan as by_equal_compute
-from fusion.plan.inforce import in_force, problem_of, with_flights
-from fusion.plan.phases import compressed, stretches, with_codecs
-from fusion.plan.planner import Options, make_plan
-from fusion.plan.replicas import with_replicas
-from fusion.plan.types import Cluster, ClusterNode, JobView, Link, LinkTable, Plan, Uplink
-from fusion.plan.workload import Workload, workload_of
-from fusion.protocol.job import BlobRef, JobSpec, job_view
-from fusion_coordinator.admission import load_graph
+from fusion.observe.logs import fields
+from fusion.plan.types import Cluster, Plan
+from fusion.protocol.job import JobSpec, job_to_proto
+from fusion_coordinator import planwire
 from fusion_coordinator.blobs import BlobFiles
-from fusion_coordinator.decide.recoding import SLOWER, Choices
-from fusion_coordinator.decide.replanning import slowness, with_usual
+from fusion_coordinator.decide.recoding import Choices
+from fusion_coordinator.planmaking import Alternative
+from fusion_coordinator.planwire import (
+    Answer,
+    Asked,
+    Compare,
+    Compared,
+    Divide,
+    Faulty,
+    MakePlan,
+    Planned,
+    Recode,
+    Recoded,
+    Refused,
+    Seen,
+)
 
-_GRAPHS_KEPT = 4
-BUDGET_S = 5.0  #: after that the best plan found so far is taken
+log = logging.getLogger("fusion.coordinator.planning")
+
+COMMAND = (sys.executable, "-P", "-m", "fusion_coordinator.plannerchild")
+ANSWER_LIMIT_S = 600.0  #: a planner that takes longer hangs; the longest plans take some 10 s
+TRIES = 2
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """The best plan for the cluster as it was measured, beside the one in force."""
+class PlannerDiedError(Exception):
+    """The planner's process ended, or hung, over the same request every time."""
 
-    plan: Plan
-    present_s: float  #: time of a step under the plan in force
-    best_s: float
-    slowness: Mapping[NodeId, float]  #: of the nodes that were measured: real time over what their stated speed says
+
+class PlannerFaultError(Exception):
+    """The planner met an error that it should not; the message is its trace."""
 
 
 class Planner:
-    """Runs the planner, and keeps the last graphs that it read."""
+    """PlanMaker's methods, which run in another process, one at a time.
 
-    def __init__(self, files: BlobFiles) -> None:
-        self._files = files
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="planner")
-        self._graphs: OrderedDict[str, tuple[Graph, Workload]] = OrderedDict()
+    Beside PlanMaker's errors they raise PlannerDiedError and PlannerFaultError.
+    """
+
+    def __init__(self, files: BlobFiles, command: Sequence[str] = COMMAND) -> None:
+        self._command = (*command, str(files.directory))
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+        self._warming: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, while there is a process."""
+        return None if self._process is None else self._process.pid
+
+    def warm(self) -> None:
+        """Have the process started: there will be something to plan."""
+        if self._process is None and self._warming is None:
+            self._warming = asyncio.get_running_loop().create_task(self._warm(), name="planner starts")
 
     async def plan(self, cluster: Cluster, spec: JobSpec) -> Plan:
         """Return a plan with epoch 1; PlanError if none fits, ConfigError if none ever could."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._plan, cluster, spec)
+        return _plan_in(await self._ask(MakePlan(cluster, _body(spec))))
+
+    async def divide(self, cluster: Cluster, spec: JobSpec, cuts: Sequence[int]) -> Plan:
+        """Return a plan on these nodes in their order, cut at `cuts`, or evenly if there are none."""
+        return _plan_in(await self._ask(Divide(cluster, _body(spec), tuple(cuts))))
 
     async def compare(
         self,
@@ -63,49 +95,11 @@ class Planner:
         earlier: Mapping[NodeId, float],
         step: int = 0,
     ) -> Alternative:
-        """Return the best plan now that a job was seen to run.
-
-        compute_s: by stage of the plan in force, how long it computed in a step. earlier: slowness of nodes that ran
-        the job before. step: the last one done.
-
-        PlanError if no plan fits, or a node of the plan in force is not in `cluster`.
-        """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._executor, self._compare, cluster, spec, present, compute_s, earlier, step
-        )
-
-    async def divide(self, cluster: Cluster, spec: JobSpec, cuts: Sequence[int]) -> Plan:
-        """Return a plan on these nodes in their order, cut at `cuts`, or evenly if there are none."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._divide, cluster, spec, cuts)
-
-    def _divide(self, cluster: Cluster, spec: JobSpec, cuts: Sequence[int]) -> Plan:
-        view = replace(job_view(spec), cuts=tuple(cuts), max_stages=0)
-        return _divided(cluster, *self._graph(spec.graph), view)
-
-    def _plan(self, cluster: Cluster, spec: JobSpec) -> Plan:
-        """Without any measured link the nodes' speed and memory are all that there is to plan by."""
-        (graph, workload), view = self._graph(spec.graph), job_view(spec)
-        blind = spec.planner == "fusion" and (len(cluster.nodes) == 1 or not measured(cluster))
-        if blind or spec.planner == "equal-compute":
-            return _divided(cluster, graph, workload, view)
-        return _planned(cluster, graph, view, spec.planner)
-
-    def _compare(
-        self,
-        cluster: Cluster,
-        spec: JobSpec,
-        present: Plan,
-        compute_s: Sequence[float],
-        earlier: Mapping[NodeId, float],
-        step: int = 0,
-    ) -> Alternative:
-        graph, workload = self._graph(spec.graph)
-        view, present = job_view(spec), plan_at(present, step + 1)
-        known, real = _as_seen(cluster, present, workload, view, compute_s, earlier)
-        best = _planned(real, graph, view, "fusion")
-        present_s = in_force(present, real, workload, view).step_s
-        return Alternative(best, present_s, in_force(best, real, workload, view).step_s, known)
+        """Return the best plan now that a job was seen to run; arguments as PlanMaker.compare."""
+        seen = Seen(cluster, _body(spec), present, tuple(compute_s), dict(earlier), step)
+        answer = await self._ask(Compare(seen))
+        assert isinstance(answer, Compared)
+        return answer.found
 
     async def recode(
         self,
@@ -116,123 +110,92 @@ class Planner:
         earlier: Mapping[NodeId, float],
         step: int,
     ) -> Choices | None:
-        """Return which codecs the links of a running job should have after `step`; None if the job does not leave that
-        to us then. Arguments and errors as `compare`.
-        """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._executor, self._recode, cluster, spec, present, compute_s, earlier, step
-        )
+        """Return which codecs the links of a running job should have after `step`; arguments as PlanMaker.recode."""
+        seen = Seen(cluster, _body(spec), present, tuple(compute_s), dict(earlier), step)
+        answer = await self._ask(Recode(seen))
+        assert isinstance(answer, Recoded)
+        return answer.choices
 
-    def _recode(
-        self,
-        cluster: Cluster,
-        spec: JobSpec,
-        present: Plan,
-        compute_s: Sequence[float],
-        earlier: Mapping[NodeId, float],
-        step: int,
-    ) -> Choices | None:
-        view, present = replace(job_view(spec), first_step=step + 1), plan_at(present, step + 1)
-        compression = stretches(view)[0].compression
-        if compression.kind != "auto" or len(present.stages) < 2:
+    async def close(self) -> None:
+        """End the process, whatever it does, and wait until nothing of it is left."""
+        self._closed = True
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
+        await self._end()
+
+    # ---- the process ----
+
+    async def _ask(self, asked: Asked) -> Answer:
+        """Return the answer; a process that dies over it is replaced once."""
+        body = planwire.encode(asked)
+        async with self._lock:
+            for _ in range(TRIES):
+                try:
+                    answer = await asyncio.wait_for(self._exchange(body), ANSWER_LIMIT_S)
+                    break
+                except (OSError, EOFError, TimeoutError) as error:
+                    status = await self._end()
+                    log.error("planner's process failed", extra=fields(exit_status=status, error=repr(error)))
+                except asyncio.CancelledError:
+                    await self._end()  # the next one must not get this one's answer
+                    raise
+            else:
+                raise PlannerDiedError(f"the planner's process failed {TRIES} times over one plan")
+        if isinstance(answer, Refused):
+            raise planwire.error_of(answer)
+        if isinstance(answer, Faulty):
+            raise PlannerFaultError(answer.trace)
+        return answer
+
+    async def _exchange(self, body: bytes) -> Answer:
+        process = await self._running()
+        assert process.stdin is not None  # asked for in `_running`
+        assert process.stdout is not None
+        process.stdin.write(body)
+        await process.stdin.drain()
+        size = int.from_bytes(await process.stdout.readexactly(planwire.LENGTH_BYTES), "big")
+        return planwire.decode_answer(await process.stdout.readexactly(size))
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._closed:
+            raise UnreachableError("the coordinator is stopping")
+        if self._process is not None and self._process.returncode is not None:
+            await self._end()
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=child_environment((fusion, fusion_coordinator)) | _ONE_THREAD,
+                start_new_session=True,  # Ctrl-C in the coordinator's terminal is for the coordinator alone
+            )
+        return self._process
+
+    async def _warm(self) -> None:
+        try:
+            async with self._lock:
+                with contextlib.suppress(OSError):  # said when a plan is wanted
+                    await self._running()
+        finally:
+            self._warming = None
+
+    async def _end(self) -> int | None:
+        """Kill the process; return its exit status."""
+        process, self._process = self._process, None
+        if process is None:
             return None
-        _, workload = self._graph(spec.graph)
-        _, real = _as_seen(cluster, present, workload, view, compute_s, earlier)
-        problem, found = problem_of(present, real, workload, view)
-        used = [(int(a), int(b)) for a, b in np.argwhere(problem.evaluate(found).raw_bytes > 0)]
-        least = compressed(problem, found, compression)
-        doubtful = replace(real, links=derated(real.links, SLOWER))
-        most = compressed(problem_of(present, doubtful, workload, view)[0], found, compression)
-        links = {(stage, other): real.links.between(*_pair(real, present, stage, other)) for stage, other in used}
-        return Choices(
-            {link: found.codec(*link) for link in used},
-            {link: least.codec(*link) for link in used},
-            {link: most.codec(*link) for link in used},
-            {link: item.rate_bytes_per_s for link, item in links.items() if item is not None},
-            problem.step_s(found),
-            problem.step_s(least),
-        )
-
-    def _graph(self, blob: BlobRef) -> tuple[Graph, Workload]:
-        found = self._graphs.pop(blob.digest, None)
-        if found is None:
-            graph = load_graph(blob, self._files)
-            found = (graph, workload_of(graph))
-        self._graphs[blob.digest] = found
-        while len(self._graphs) > _GRAPHS_KEPT:
-            self._graphs.popitem(last=False)
-        return found
-
-    def close(self) -> None:
-        """Forget everything; a plan under way is waited for by the thread alone."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        status = await process.wait()
+        process._transport.close()  # type: ignore[attr-defined]  # asyncio's own way leaves it to the collector
+        return status
 
 
-def _planned(cluster: Cluster, graph: Graph, job: JobView, method: str) -> Plan:
-    plan = make_plan(cluster, graph, job, Options(method, budget_s=BUDGET_S, clock_s=time.monotonic)).plan
-    return with_replicas(plan, cluster)
+def _body(spec: JobSpec) -> bytes:
+    return job_to_proto(spec).SerializeToString()
 
 
-def _divided(cluster: Cluster, graph: Graph, workload: Workload, job: JobView) -> Plan:
-    try:
-        plan = by_equal_compute(cluster, graph, job)
-    except PlanError:
-        if job.recompute != "auto":
-            raise
-        job = replace(job, recompute="always")
-        plan = by_equal_compute(cluster, graph, job)
-    plan = with_codecs(plan, cluster, workload, job)
-    return with_replicas(with_flights(plan, cluster, graph, workload, job), cluster)
-
-
-def measured(cluster: Cluster) -> bool:
-    """Whether any link of the cluster was measured."""
-    links = cluster.links
-    return bool(links.sites or any(link is not None for link in links.pairs.values()))
-
-
-def _as_seen(
-    cluster: Cluster,
-    present: Plan,
-    workload: Workload,
-    view: JobView,
-    compute_s: Sequence[float],
-    earlier: Mapping[NodeId, float],
-) -> tuple[dict[NodeId, float], Cluster]:
-    """Return how slow nodes are by what a job's stages took, and the cluster with those speeds."""
-    nodes = [stage.node for stage in present.stages]
-    expected = in_force(present, cluster, workload, view)
-    known = {**earlier, **slowness(nodes, expected.compute_s, compute_s, view.micro_batches)}
-    return known, slowed(cluster, with_usual(known, [node.node for node in cluster.nodes]))
-
-
-def _pair(cluster: Cluster, plan: Plan, source: int, target: int) -> tuple[ClusterNode, ClusterNode]:
-    by_id = {node.node: node for node in cluster.nodes}
-    return by_id[plan.stages[source].node], by_id[plan.stages[target].node]
-
-
-def derated(links: LinkTable, factor: float) -> LinkTable:
-    """Return the links with every rate multiplied by `factor`."""
-
-    def slower(link: Link | None) -> Link | None:
-        return None if link is None else Link(link.rate_bytes_per_s * factor, link.delay_s)
-
-    return LinkTable(
-        {pair: slower(link) for pair, link in links.pairs.items()},
-        {pair: slower(link) for pair, link in links.sites.items()},
-        slower(links.default),
-        {
-            site: Uplink(uplink.out_bytes_per_s * factor, uplink.in_bytes_per_s * factor)
-            for site, uplink in links.uplinks.items()
-        },
-    )
-
-
-def slowed(cluster: Cluster, slow: Mapping[NodeId, float]) -> Cluster:
-    """Return the cluster with each node's speed, of computing and of moving bytes, divided by its slowness."""
-    nodes = tuple(
-        replace(node, flops=node.flops / slow[node.node], bytes_per_s=node.bytes_per_s / slow[node.node])
-        for node in cluster.nodes
-    )
-    return replace(cluster, nodes=nodes)
+def _plan_in(answer: Answer) -> Plan:
+    assert isinstance(answer, Planned)
+    return answer.plan

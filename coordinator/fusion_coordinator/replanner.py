@@ -20,7 +20,8 @@ from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
 from fusion_coordinator.decide import replanning, scheduling
 from fusion_coordinator.decide.replanning import Limits, Memory, Offer
 from fusion_coordinator.linkwatch import LinkWatch, in_contact
-from fusion_coordinator.planning import Alternative, Planner
+from fusion_coordinator.planmaking import Alternative
+from fusion_coordinator.planning import Planner
 from fusion_coordinator.recoder import Recoder
 from fusion_coordinator.state.records import JobRecord, JobState
 

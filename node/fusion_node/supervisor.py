@@ -8,13 +8,13 @@ import os
 import re
 import signal
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import fusion
 import fusion_node
+from fusion.base.children import child_environment
 from fusion.base.errors import WireError
 from fusion.base.units import MIB
 from fusion_node.events import WorkerExited, WorkerReported
@@ -72,19 +72,11 @@ class BoundedLog:
 
 def worker_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a worker: its thread count, and a path on which it finds this very package."""
-    environment = dict(os.environ if base is None else base)
+    environment = child_environment((fusion, fusion_node), base)
     environment.update({name: str(threads) for name in THREAD_VARIABLES})
     for name, size in _KEPT_MEMORY.items():
         environment.setdefault(name, str(size))
     environment["PYTHONFAULTHANDLER"] = "1"  # a crash in C code leaves its stack in the log
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    roots = [str(Path(str(package.__file__)).resolve().parents[1]) for package in (fusion, fusion_node)]
-    # Only of a checkout: site-packages on PYTHONPATH would come before the standard library.
-    paths = [root for root in roots if root not in installed]
-    if "PYTHONPATH" in environment:
-        paths.append(environment["PYTHONPATH"])
-    if paths:
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return environment
 
 

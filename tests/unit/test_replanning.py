@@ -18,7 +18,7 @@ from fusion_coordinator.decide.replanning import (
     slowness,
     with_usual,
 )
-from fusion_coordinator.planning import measured, slowed
+from fusion_coordinator.planmaking import measured, slowed
 from fusion_coordinator.replanner import typical_rates
 
 LIMITS = Limits(ratio=1.25, wins=2, hold_off_s=60.0)
