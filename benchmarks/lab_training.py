@@ -199,6 +199,7 @@ def train(settings: Settings) -> dict[str, Any]:
             micro_batches=settings.micro_batches,
             cuts=cut.cuts,
             replan=False,
+            compression=settings.compression,
             name="pipeline",
         )
         with job.submit(cluster.address, cluster.credentials) as run:
@@ -216,6 +217,7 @@ def train(settings: Settings) -> dict[str, Any]:
         "schedules": [format_schedule(schedule) for schedule in schedules_of(plan)],
         "planned_s": plan.step_s,
         "links": [asdict(link) for link in plan.links],
+        "codecs": [(link.source, link.target, link.codec) for link in plan.links],
         "sent_bytes": metrics[-1].bytes,
     }
 

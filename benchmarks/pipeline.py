@@ -10,6 +10,9 @@ backward for a micro-batch, as devices of their own would take.
 "ideal" is perfect overlap (see benchmarks/perfect_overlap.py) of the best of three schedules: GPipe, plain 1F1B, and
 the one that our planner chose and ours ran. Step times are medians, the first steps left out.
 
+On the slowest network ours runs again with compression "auto" and "auto:12" (`auto_s`, `auto12_s` and their gain over
+the better torch schedule, which sends fp32).
+
 `--peers DIR` has torch_pipelining.py (default: ../peers beside the lab's directory); without it the baseline is null.
 """
 
@@ -37,6 +40,7 @@ FORWARD_S, BACKWARD_S = 0.040, 0.080
 SAMPLES, LENGTH, WIDTH = 2, 128, 384  #: of a micro-batch
 TENSOR_BYTES = SAMPLES * LENGTH * WIDTH * 4
 WARM_UP = 2
+COMPRESSED_STEPS = 12  #: counted ones; short ones
 TESTBED = "topologies/paper-testbed.json"
 
 
@@ -48,10 +52,11 @@ class Case:
     micro_batches: int
     rate_mbps: float | None  #: None: the six-host testbed's own
     steps: int  #: counted ones
+    compressions: tuple[str, ...] = ()  #: with which ours runs again
 
 
 CASES = (
-    Case("line4_8", 8, 8, 4),
+    Case("line4_8", 8, 8, 4, ("auto", "auto:12")),
     Case("line4_100", 8, 100, 12),
     Case("line4_1000", 8, 1000, 12),
     Case("paper_testbed", 12, None, 6),
@@ -85,7 +90,7 @@ def ideal_s(schedules: Sequence[StageSchedule], boundaries: Sequence[Boundary]) 
     return step_s(schedules, FORWARD_S, BACKWARD_S, TENSOR_BYTES, boundaries)
 
 
-def ours(lab: Lab, case: Case, steps: int) -> dict[str, Any]:
+def ours(lab: Lab, case: Case, steps: int, compression: str = "none") -> dict[str, Any]:
     """Train on the lab with our cluster; return what `benchmarks.lab_training` found."""
     settings = Settings(
         str(lab.script.resolve()),
@@ -97,6 +102,7 @@ def ours(lab: Lab, case: Case, steps: int) -> dict[str, Any]:
         LENGTH,
         WIDTH,
         FORWARD_S,
+        compression,
     )
     command = [sys.executable, "-m", "benchmarks.lab_training"]
     output = lab.run(lab.hosts[0], command, 600, msgspec.json.encode(settings).decode())
@@ -124,6 +130,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     steps, stages = options.steps or case.steps, len(hosts_of(topology))
     with lab_up(options.lab, topology) as lab:
         run = ours(lab, case, steps)
+        coded = {name: ours(lab, case, COMPRESSED_STEPS, name) for name in case.compressions}
         baseline = {
             name: torch_s(lab, case, min(steps, options.torch_steps), options.peers, name) if options.torch else None
             for name in ("gpipe", "1f1b")
@@ -133,13 +140,14 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     ideals["own"] = ideal_s([parse_schedule(text) for text in run["schedules"]], boundaries)
     ours_s, best_ideal_s = statistics.median(run["step_s"][WARM_UP:]), min(ideals.values())
     known = [seconds for seconds in baseline.values() if seconds is not None]
+    best_torch_s = min(known) if known else None
     return {
         "ours_s": ours_s,
         "ideal_s": best_ideal_s,
         "torch_gpipe_s": baseline["gpipe"],
         "torch_1f1b_s": baseline["1f1b"],
         "ours_vs_ideal": ours_s / best_ideal_s,
-        "ours_vs_torch_best": min(known) / ours_s if known else None,
+        "ours_vs_torch_best": best_torch_s / ours_s if best_torch_s else None,
         "ours_wall_s": (run["seen_s"][-1] - run["seen_s"][WARM_UP - 1]) / steps,
         "ours_step_s": run["step_s"],
         "ideal_by_schedule_s": ideals,
@@ -147,6 +155,19 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         "order": run["order"],
         "in_flight": run["in_flight"],
         "sent_bytes_per_step": run["sent_bytes"],
+        **{key: value for name, found in coded.items() for key, value in compressed(name, found, best_torch_s).items()},
+    }
+
+
+def compressed(name: str, run: Mapping[str, Any], torch_s: float | None) -> dict[str, Any]:
+    """Return the figures of a run with a compression; the keys begin with its name, without the colon."""
+    key, step_s = name.replace(":", ""), statistics.median(run["step_s"][WARM_UP:])
+    return {
+        f"{key}_s": step_s,
+        f"{key}_vs_torch_best": torch_s / step_s if torch_s else None,
+        f"{key}_step_s": run["step_s"],
+        f"{key}_codecs": {f"{source}>{target}": codec for source, target, codec in run["codecs"]},
+        f"{key}_sent_bytes_per_step": run["sent_bytes"],
     }
 
 
@@ -160,6 +181,10 @@ def print_table(result: Mapping[str, Any]) -> None:
             f"{name:14} {case['ours_s']:7.2f} {case['ideal_s']:7.2f} {' '.join(torch)} "
             f"{case['ours_vs_ideal']:9.3f} {gain}"
         )
+        for key in [key for key in case if key.endswith("_vs_torch_best") and key != "ours_vs_torch_best"]:
+            coded = key.removesuffix("_vs_torch_best")
+            gain = f"{case[key]:8.2f}x" if case[key] else f"{'-':>9}"
+            print(f"{name + ' ' + coded:14} {case[coded + '_s']:7.2f} {'':33} {gain}")
     print(f"seconds per step; 'vs torch' is over the better schedule; TCP: {result['congestion_control']}")
 
 
