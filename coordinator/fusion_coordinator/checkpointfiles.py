@@ -23,6 +23,7 @@ from fusion.base.digest import BlobHasher
 from fusion.base.errors import ConfigError, DataError
 from fusion.base.ids import random_id
 from fusion.base.units import MIB, format_bytes
+from fusion.observe import failpoints
 from fusion_coordinator.blobs import BlobFiles
 
 FORMAT = 1
@@ -89,15 +90,18 @@ class CheckpointFiles:
         target = self.path(about.job, about.step)
         making = target.with_name(f".tmp-step-{about.step}-{random_id()}")
         try:
+            failpoints.reach("checkpoint.begin", step=about.step)
             making.mkdir(parents=True, mode=0o700)
-            files = tuple(self._add(making, stage, digest) for stage, digest in enumerate(digests))
+            files = tuple(self._add(making, about.step, stage, digest) for stage, digest in enumerate(digests))
             manifest = msgspec.structs.replace(about, files=files, package_version=__version__)
             _write_synced(making / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
             _sync(making)
             if target.exists():  # of a process that died between the rename and the commit
                 shutil.rmtree(target)
+            failpoints.reach("checkpoint.before_rename", step=about.step)
             making.rename(target)
             _sync(target.parent)
+            failpoints.reach("checkpoint.after_rename", step=about.step)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise DiskFullError(_no_room(self._directory, self._blobs, digests)) from None
@@ -106,7 +110,8 @@ class CheckpointFiles:
             shutil.rmtree(making, ignore_errors=True)
         return manifest
 
-    def _add(self, making: Path, stage: int, digest: str) -> FileEntry:
+    def _add(self, making: Path, step: int, stage: int, digest: str) -> FileEntry:
+        failpoints.reach("checkpoint.stage", stage=stage, step=step)
         source, path = self._blobs.path(digest), making / f"stage-{stage}.safetensors"
         try:
             os.link(source, path)

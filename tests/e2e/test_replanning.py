@@ -168,6 +168,53 @@ def test_f13_a_job_moves_once_off_a_link_that_fell_and_a_node_that_slowed_and_it
     assert share.get(fallen[0], 0) < min(count for node, count in share.items() if node != fallen[0])
 
 
+async def some_steps(scene: Scene, run: Run, count: int) -> None:
+    done = run.status().step + count
+    await until(lambda: run.status().step >= done, scene.tasks[0], 120, 0.2)
+
+
+async def train_past_a_straggler(scene: Scene, job: fusion.Job) -> tuple[list[fusion.StepMetrics], Run, str, list[int]]:
+    """Run the job, let its second node be three times slower until the job has moved and then as before; then end it.
+
+    Return its steps, the node, and the epochs at the end of its slowness and of the run.
+    """
+    async with AsyncExitStack() as stack:
+        await scene.start(stack)
+        run = await asyncio.to_thread(job.submit, scene.coordinator.address, scene.coordinator.admin())
+        await until(lambda: run.status().step >= FALLS_AFTER, scene.tasks[0], 180, 0.1)
+        name = run.status().stages[1].node_name
+        epochs = []
+        await asyncio.to_thread(ask, scene.directory / name, EmulateSpeed(SLOW_FLOPS))
+        await until(lambda: epoch_of(run) > 1, scene.tasks[0], 120, 0.2)
+        for flops in (SLOW_FLOPS, FLOPS):
+            await asyncio.to_thread(ask, scene.directory / name, EmulateSpeed(flops))
+            await some_steps(scene, run, 2 * STEPS_AFTER_MOVE)
+            epochs.append(epoch_of(run))
+        steps = await asyncio.to_thread(lambda: list(run.metrics(follow=False)))
+        await asyncio.to_thread(run.cancel)
+        await until(lambda: run.status().state.ended, scene.tasks[0], 60, 0.2)
+        return steps, run, name, epochs
+
+
+@pytest.mark.faults
+def test_f40_a_job_moves_once_away_from_a_node_that_is_slow_for_a_while_and_back_at_most_once(tmp_path: Path) -> None:
+    with CoordinatorProcess(tmp_path / "coordinator", SETTINGS) as coordinator:
+        steps, run, slow, epochs = asyncio.run(train_past_a_straggler(Scene(coordinator, tmp_path), make_job()))
+        moves = [line.text for line in run.logs() if line.text.startswith("moves at a step's end")]
+        plan = plan_as_json(run.status())
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    reference = make_job(len(steps)).run_local().metrics
+    assert [step.loss for step in steps] == [step.loss for step in reference]  # none was done in vain, or twice
+    while_slow, at_last = epochs
+    assert while_slow == 2
+    assert at_last in (2, 3)
+    assert len(moves) == at_last - 1
+    if at_last == 2:
+        assert plan is not None
+        share = {stage["node"]: stage["end_operator"] - stage["first_operator"] for stage in plan["stages"]}
+        assert share.get(slow, 0) < min(count for node, count in share.items() if node != slow)
+
+
 RECODING = SETTINGS | {"recode_wins": 1, "recode_hold_off_s": 0.5}
 FAST = 8e9  #: emulated: at RATE links need no codec, at a tenth of it they hold the step up
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
 import time
 from typing import Any
@@ -33,14 +35,6 @@ def steps_between(history: History, begin_s: float, end_s: float) -> set[int]:
     return {line["step"] for line in history.steps if begin_s < line["at_s"] < end_s}
 
 
-def restarted_coordinator(cluster: FaultCluster, points: str) -> None:
-    """Start the coordinator anew with other failpoints."""
-    cluster.set_failpoints(points)
-    cluster.terminate("coordinator")
-    cluster.helpers.again("coordinator")
-    eventually(lambda: set(cluster.node_states().values()) == {"idle"}, "the nodes are back")
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["f7-kill9", "f32-sigterm"])
 def test_f7_f32_training_goes_on_without_the_coordinator_and_nothing_is_lost(
     cluster: FaultCluster, how: signal.Signals
@@ -68,7 +62,7 @@ def test_f7_f32_training_goes_on_without_the_coordinator_and_nothing_is_lost(
 def test_f9_killed_at_a_commit_the_coordinator_comes_back_before_or_after_it_and_the_job_runs_once(
     cluster: FaultCluster, event: str, point: str
 ) -> None:
-    restarted_coordinator(cluster, f"store.{point}@kind={event}:kill9")
+    cluster.restart_coordinator(f"store.{point}@kind={event}:kill9")
     job = make_job(3)
     with cluster.reviving("coordinator") as deaths, cluster.submit(job) as run:
         history = cluster.finishes(run, job)
@@ -79,11 +73,50 @@ def test_f9_killed_at_a_commit_the_coordinator_comes_back_before_or_after_it_and
     assert len(planned) == 1 or (event, point) == ("JobPlanned", "after_commit")  # committed, and not yet noted
 
 
+def test_f9_killed_at_the_commit_of_a_checkpoint_the_coordinator_lists_it_whole_or_not_at_all(
+    cluster: FaultCluster,
+) -> None:
+    kind = "kind=CheckpointCommitted:kill9"
+    cluster.restart_coordinator(paced(0.1, f"store.before_commit@{kind}", f"store.after_commit@{kind}"))
+    job = make_job(15, checkpoint=3)
+    with cluster.reviving("coordinator") as deaths, cluster.submit(job) as run:
+        history = cluster.finishes(run, job)
+        whole_checkpoints(cluster, run, 15)
+    assert len(deaths) == 2
+    goes_on_undisturbed(history)
+
+
+def test_f4_killed_while_it_makes_a_checkpoint_the_coordinator_never_lists_half_of_one(cluster: FaultCluster) -> None:
+    """Before there is a folder, between two files, before the folder has its name, and before it is committed."""
+    places = ["begin@step=3", "stage@step=6,stage=1", "before_rename@step=9", "after_rename@step=12"]
+    cluster.restart_coordinator(paced(0.1, *(f"checkpoint.{place}:kill9" for place in places)))
+    job = make_job(15, checkpoint=3)
+    with cluster.reviving("coordinator") as deaths, cluster.submit(job) as run:
+        history = cluster.finishes(run, job)
+        whole_checkpoints(cluster, run, 15)
+    assert len(deaths) == len(places)
+    goes_on_undisturbed(history)
+
+
+def whole_checkpoints(cluster: FaultCluster, run: fusion.Run, newest: int) -> None:
+    """Check that what is listed is what lies there, every file as its manifest says, up to step `newest`."""
+    listed = {checkpoint.step: checkpoint for checkpoint in run.checkpoints()}
+    assert max(listed) == newest
+    folders = list((cluster.directory / "coordinator" / "checkpoints" / run.job_id).iterdir())
+    assert {folder.name for folder in folders} == {f"step-{step}" for step in listed}
+    for step, checkpoint in listed.items():
+        files = json.loads(checkpoint.manifest)["files"]
+        assert [file["digest"] for file in files] == [state.digest for state in checkpoint.states]
+        for file in files:
+            content = cluster.directory / "coordinator" / "checkpoints" / run.job_id / f"step-{step}" / file["name"]
+            assert hashlib.sha256(content.read_bytes()).hexdigest() == file["sha256"]
+
+
 @pytest.mark.parametrize("point", ["before_commit", "after_commit"])
 def test_f9_killed_while_it_takes_a_token_the_coordinator_gives_the_same_key_the_same_answer(
     cluster: FaultCluster, point: str
 ) -> None:
-    restarted_coordinator(cluster, f"store.{point}@kind=Enrolled:kill9")
+    cluster.restart_coordinator(f"store.{point}@kind=Enrolled:kill9")
     with cluster.reviving("coordinator") as deaths:
         join = parse_join_string(_token(cluster))
         csr = make_csr(new_key())

@@ -88,7 +88,7 @@ def test_f33_a_certificate_is_renewed_while_the_node_works_and_no_stream_breaks(
 def test_a_node_that_joins_while_a_job_runs_is_used_when_the_job_needs_it(cluster: FaultCluster) -> None:
     cluster.kill("node-3")
     eventually(lambda: cluster.node_states()["node-3"] == "lost", "it is lost", 45.0)
-    cluster.set_failpoints(paced(0.05, "stage.forward@stage=1,step=9:kill9-node"))
+    cluster.set_failpoints(paced(0.1, "stage.forward@stage=1,step=9:kill9-node"))
     job = make_job(14, stages=3)
     with cluster.running(job, step=2) as run:
         cluster.helpers.again("node-3")

@@ -9,8 +9,9 @@ import time
 import pytest
 
 import fusion
+from tests.faults.test_coordinator_faults import whole_checkpoints
 from tests.support.cluster import eventually
-from tests.support.faultcluster import FaultCluster, History, make_job, paced, wait_for_step
+from tests.support.faultcluster import FaultCluster, History, make_job, paced
 
 pytestmark = pytest.mark.faults
 
@@ -32,8 +33,9 @@ def recovers(cluster: FaultCluster, *points: str, stages: int = 4, lost: int = 1
 
 
 def killed(history: History) -> list[str]:
-    """Return the names of the nodes on which a worker was killed, in order."""
-    return [line["name"] for line in history.of("worker", "failpoint") if line["action"].startswith("kill9")]
+    """Return the names of the nodes on which a worker of the job was killed, in order."""
+    fired = (line for line in history.of("worker", "failpoint") if line["job"] == history.job)
+    return [line["name"] for line in fired if line["action"].startswith("kill9")]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -62,9 +64,21 @@ def test_f3_a_node_killed_while_some_stages_have_applied_a_step_and_others_not(
     recovers(cluster, f"stage.{point}@{where}:kill9-node")
 
 
-@pytest.mark.parametrize("point", ["keep.before_rename", "keep.after_rename"])
+@pytest.mark.parametrize("point", ["disk.write", "keep.before_rename", "keep.after_rename"])
 def test_f4_a_node_killed_while_it_writes_its_state(cluster: FaultCluster, point: str) -> None:
     recovers(cluster, f"{point}@stage=1,step={STEP}:kill9-node", lost=2)
+
+
+def test_f4_a_node_killed_while_it_uploads_its_part_of_a_checkpoint(cluster: FaultCluster) -> None:
+    """The other parts of it are there: that is no checkpoint. The next one is."""
+    cluster.set_failpoints(paced(0.1, "checkpoint.upload@stage=1,step=5:kill9-node"))
+    job = make_job(STEPS, checkpoint=5)
+    with cluster.submit(job) as run:
+        history = cluster.finishes(run, job)
+        cluster.check_failures(run, history, *killed(history))
+        assert len(killed(history)) == 1
+        whole_checkpoints(cluster, run, 10)
+    assert history.lost_steps() <= 2
 
 
 def test_f5_two_stages_that_keep_each_others_copies_die_together(cluster: FaultCluster) -> None:
@@ -106,7 +120,7 @@ def _checkpoints(cluster: FaultCluster, run: fusion.Run) -> list[int]:
 
 def test_two_nodes_die_one_after_the_other(cluster: FaultCluster) -> None:
     cluster.set_failpoints(
-        paced(0.02, "stage.forward@stage=3,step=4:kill9-node", "stage.backward@stage=1,step=9:kill9-node")
+        paced(0.1, "stage.forward@stage=3,step=4:kill9-node", "stage.backward@stage=1,step=9:kill9-node")
     )
     job = make_job(STEPS)
     with cluster.submit(job) as run:
@@ -132,4 +146,3 @@ def test_f35_with_too_few_nodes_the_job_pauses_says_what_is_missing_and_goes_on_
             cluster.helpers.again(name)
         history = cluster.finishes(run, job)
     assert history.lost_steps() <= STEPS
-    wait_for_step(run, STEPS)

@@ -22,7 +22,7 @@ def test_f20_a_full_disk_spoils_checkpoints_and_copies_and_training_goes_on(clus
 
 
 def test_f27_a_node_that_runs_out_of_memory_is_never_given_as_much_again(cluster: FaultCluster) -> None:
-    cluster.set_failpoints(paced(0.02, "stage.forward@stage=1,step=5:oom"))
+    cluster.set_failpoints(paced(0.1, "stage.forward@stage=1,step=5:oom"))
     job = make_job(12, stages=3)
     with cluster.submit(job) as run:
         history = cluster.finishes(run, job)
@@ -37,7 +37,7 @@ def test_f27_a_node_that_runs_out_of_memory_is_never_given_as_much_again(cluster
 
 def test_f28_a_device_that_fails_once_is_used_again_and_one_that_fails_twice_is_not(cluster: FaultCluster) -> None:
     cluster.set_failpoints(
-        paced(0.02, "stage.forward@stage=1,step=4:device-error", "stage.forward@stage=1,step=6:device-error")
+        paced(0.1, "stage.forward@stage=1,step=4:device-error", "stage.forward@stage=1,step=6:device-error")
     )
     job = make_job(12, stages=3)
     with cluster.submit(job) as run:

@@ -25,7 +25,7 @@ def in_epoch(cluster: FaultCluster, run: fusion.Run, epoch: int) -> bool:
 def test_f15b_f16_a_node_that_was_frozen_too_long_is_replaced_and_knows_it_when_it_goes_on(
     cluster: FaultCluster, stopped_s: float
 ) -> None:
-    cluster.set_failpoints(paced(0.05))
+    cluster.set_failpoints(paced(0.1))
     job = make_job(60, stages=3)
     with cluster.running(job, step=3) as run:
         name = run.status().stages[1].node_name
@@ -105,7 +105,7 @@ def _incarnation(history: History, name: str) -> int:
 def test_f10_two_nodes_that_cannot_reach_each_other_are_no_neighbours_any_more(far_cluster: FaultCluster) -> None:
     chaos = far_cluster.chaos
     assert chaos is not None
-    far_cluster.set_failpoints(paced(0.05))
+    far_cluster.set_failpoints(paced(0.1))
     job = make_job(40, stages=3, planner="fusion")  # the others do not look at links
     with far_cluster.running(job, step=3) as run:
         names = [stage.node_name for stage in run.status().stages]

@@ -84,7 +84,9 @@ class FaultCluster(Cluster):
         self._arguments = dict(arguments or {})
         self._emulated_flops = emulated_flops
         self.chaos = Chaos({COORDINATOR: self.address, **self.nodes}) if chaos else None
-        self._sizes: dict[str, tuple[int, int]] = {}
+        self._coordinator_fails = False  # it has read failpoints, and would fail again once they are counted anew
+        self._descriptors: dict[str, int] = {}  # of idle processes that have done nothing yet
+        self._bytes: dict[str, int] = {}  # of such as have done one job: their libraries are loaded by then
 
     def __enter__(self) -> FaultCluster:
         try:
@@ -143,16 +145,27 @@ class FaultCluster(Cluster):
             for mark in self.history.glob("fired-*"):
                 mark.unlink()
 
+    def restart_coordinator(self, points: str = "") -> None:
+        """Start the coordinator anew, which fails at these points, as do the workers of later jobs."""
+        self.set_failpoints(points)
+        self._coordinator_fails = bool(points)
+        self.terminate(COORDINATOR)
+        self.helpers.again(COORDINATOR)
+        eventually(lambda: set(self.node_states().values()) == {"idle"}, "the nodes are back")
+
     def heal(self) -> None:
         """As in Cluster, with whole links and nothing to fail at."""
         self.set_failpoints("")
+        if self._coordinator_fails:
+            self._coordinator_fails = False
+            self.kill(COORDINATOR)
         if self.chaos is not None:
             self.chaos.heal()
         for process in self.processes():
             if process.status() == psutil.STATUS_STOPPED:
                 process.resume()
         super().heal()
-        self._sizes = self._sizes or self._measure()
+        self._descriptors = self._descriptors or {name: fds for name, (fds, _) in self._measure().items()}
 
     def events(self, job: str) -> History:
         """Return the histories of all processes up to now."""
@@ -196,11 +209,12 @@ class FaultCluster(Cluster):
         self.heal()
         eventually(self._idle, "V8 all nodes are idle", 30.0)
         eventually(lambda: not self._files_left(), f"V8 left behind: {self._files_left()}", 20.0)
-        for name, (fds, rss) in self._measure().items():
-            before = self._sizes.get(name)
-            if before is not None:
-                assert fds <= before[0] + 12, f"V8 {name} has {fds} descriptors, had {before[0]}"
-                assert rss <= before[1] * 1.05 + 16 * 2**20, f"V8 {name} has {rss >> 20} MiB, had {before[1] >> 20}"
+        sizes = self._measure()
+        self._bytes = self._bytes or {name: rss for name, (_, rss) in sizes.items()}
+        for name, (fds, rss) in sizes.items():
+            had, had_bytes = self._descriptors.get(name, fds), self._bytes.get(name, rss)
+            assert fds <= had + 12, f"V8 {name} has {fds} descriptors, had {had}"
+            assert rss <= had_bytes * 1.05 + 16 * 2**20, f"V8 {name} has {rss >> 20} MiB, had {had_bytes >> 20}"
 
     def _files_left(self) -> list[Path]:
         half = [path for path in self.directory.rglob("*") if path.suffix in (".tmp", ".part") or ".tmp-" in path.name]
