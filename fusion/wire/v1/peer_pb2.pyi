@@ -185,6 +185,7 @@ class Header(google.protobuf.message.Message):
     URGENT_FIELD_NUMBER: builtins.int
     BACKGROUND_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
+    PATH_BYTES_FIELD_NUMBER: builtins.int
     message: builtins.int
     """number of the message on this stream, from 1"""
     kind: Global___MessageKind.ValueType
@@ -211,6 +212,8 @@ class Header(google.protobuf.message.Message):
     """lets other messages pass, between two chunks"""
     checksum: builtins.int
     """crc32 of the payload: what TLS cannot see is damage before and after it"""
+    path_bytes: builtins.int
+    """what the path holds by the sender's measurement: round trip times goodput; 0: not known"""
     @property
     def layout(self) -> Global___Layout: ...
     def __init__(
@@ -233,9 +236,10 @@ class Header(google.protobuf.message.Message):
         urgent: builtins.bool = ...,
         background: builtins.bool = ...,
         checksum: builtins.int | None = ...,
+        path_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "checksum", b"checksum", "layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "absent", b"absent", "background", b"background", "checksum", b"checksum", "codec", b"codec", "edge", b"edge", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "kind", b"kind", "layout", b"layout", "message", b"message", "micro_batch", b"micro_batch", "payload_bytes", b"payload_bytes", "requires_grad", b"requires_grad", "sequence", b"sequence", "step", b"step", "urgent", b"urgent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "absent", b"absent", "background", b"background", "checksum", b"checksum", "codec", b"codec", "edge", b"edge", "epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "kind", b"kind", "layout", b"layout", "message", b"message", "micro_batch", b"micro_batch", "path_bytes", b"path_bytes", "payload_bytes", b"payload_bytes", "requires_grad", b"requires_grad", "sequence", b"sequence", "step", b"step", "urgent", b"urgent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 Global___Header: typing_extensions.TypeAlias = Header
@@ -297,13 +301,17 @@ class Credit(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BYTES_FIELD_NUMBER: builtins.int
+    WINDOW_BYTES_FIELD_NUMBER: builtins.int
     bytes: builtins.int
+    window_bytes: builtins.int
+    """the window from now on, which never shrinks; 0: as it was"""
     def __init__(
         self,
         *,
         bytes: builtins.int = ...,
+        window_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "window_bytes", b"window_bytes"]) -> None: ...
 
 Global___Credit: typing_extensions.TypeAlias = Credit
 
