@@ -20,6 +20,7 @@ class MessageKind(IntEnum):
     EVAL = 6  #: a value of an evaluation's forward
     REPLICA = 7  #: a part of a stage's kept state, to the stage that holds a copy of it
     REPLICA_ACK = 8  #: that stage's answer: the copy is written and its digest is right
+    CONTACT = 9  #: which stages are without contact with the coordinator, and since when
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
                 lease_s=settings.lease_s,
                 heartbeat_s=settings.heartbeat_s,
                 self_fence_s=settings.self_fence_s,
+                coordinator_grace_s=settings.coordinator_grace_s,
             )
 
         # The same request id with another content would be another request: the content is part of the key.

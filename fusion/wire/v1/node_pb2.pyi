@@ -160,12 +160,15 @@ class RegisterResponse(google.protobuf.message.Message):
     LEASE_S_FIELD_NUMBER: builtins.int
     HEARTBEAT_S_FIELD_NUMBER: builtins.int
     SELF_FENCE_S_FIELD_NUMBER: builtins.int
+    COORDINATOR_GRACE_S_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
     lease_s: builtins.float
     """after the last heartbeat that the coordinator received"""
     heartbeat_s: builtins.float
     self_fence_s: builtins.float
     """after the last answered heartbeat was sent"""
+    coordinator_grace_s: builtins.float
+    """... and that long if no stage of its job has had an answer either; 0: not longer"""
     def __init__(
         self,
         *,
@@ -173,8 +176,9 @@ class RegisterResponse(google.protobuf.message.Message):
         lease_s: builtins.float = ...,
         heartbeat_s: builtins.float = ...,
         self_fence_s: builtins.float = ...,
+        coordinator_grace_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "self_fence_s", b"self_fence_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator_grace_s", b"coordinator_grace_s", "heartbeat_s", b"heartbeat_s", "incarnation", b"incarnation", "lease_s", b"lease_s", "self_fence_s", b"self_fence_s"]) -> None: ...
 
 Global___RegisterResponse: typing_extensions.TypeAlias = RegisterResponse
 

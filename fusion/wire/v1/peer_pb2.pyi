@@ -42,6 +42,8 @@ class _MessageKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """a part of a stage's kept state after `step`, to the stage that holds a copy; micro_batch: its number"""
     MESSAGE_KIND_REPLICA_ACK: _MessageKind.ValueType  # 8
     """the answer: the copy is written and its digest is right"""
+    MESSAGE_KIND_CONTACT: _MessageKind.ValueType  # 9
+    """which stages are without contact with the coordinator, and since when"""
 
 class MessageKind(_MessageKind, metaclass=_MessageKindEnumTypeWrapper): ...
 
@@ -62,6 +64,8 @@ MESSAGE_KIND_REPLICA: MessageKind.ValueType  # 7
 """a part of a stage's kept state after `step`, to the stage that holds a copy; micro_batch: its number"""
 MESSAGE_KIND_REPLICA_ACK: MessageKind.ValueType  # 8
 """the answer: the copy is written and its digest is right"""
+MESSAGE_KIND_CONTACT: MessageKind.ValueType  # 9
+"""which stages are without contact with the coordinator, and since when"""
 Global___MessageKind: typing_extensions.TypeAlias = MessageKind
 
 @typing.final
