@@ -98,6 +98,7 @@ def header_to_proto(
     urgent: bool,
     background: bool = False,
     checksum: int | None = None,
+    path_bytes: int = 0,
 ) -> peer_pb2.Header:
     """Return `header` as protobuf, with the identity of the session and the numbers of this sending."""
     return peer_pb2.Header(
@@ -118,6 +119,7 @@ def header_to_proto(
         urgent=urgent,
         background=background,
         checksum=checksum,
+        path_bytes=path_bytes,
     )
 
 

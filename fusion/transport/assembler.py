@@ -20,6 +20,7 @@ from fusion.protocol.header import describe, elements, header_from_proto, span_b
 from fusion.protocol.messages import MessageHeader, MessageKind, Session
 from fusion.transport.base import Incoming
 from fusion.transport.frames import FREE_BYTES, MAX_CHUNK_BYTES, Chunk, Standing
+from fusion.transport.window import Window
 from fusion.wire.v1 import peer_pb2
 
 __all__ = ["Assembler", "CreditError", "Limit", "ReceiveCounters", "SupersededError"]
@@ -100,9 +101,10 @@ class Assembler:
     the sender.
     """
 
-    def __init__(self, session: Session, window_bytes: int, limit: Limit, returned: Callable[[int], None]) -> None:
+    def __init__(self, session: Session, window: Window | int, limit: Limit, returned: Callable[[int], None]) -> None:
         self.counters = ReceiveCounters()
-        self._session, self._window_bytes, self._limit, self._returned = session, window_bytes, limit, returned
+        self._session, self._limit, self._returned = session, limit, returned
+        self._window = Window(window) if isinstance(window, int) else window
         self._lock = threading.Lock()  # of the credit
         self._outstanding = 0  # bytes under credit that were announced and not released
         self._free_outstanding = 0  # messages without credit that were not released
@@ -123,6 +125,12 @@ class Assembler:
     def busy(self) -> bool:
         """Whether a message has begun and not ended."""
         return bool(self._open)
+
+    @property
+    def window_bytes(self) -> int:
+        """Payload bytes that may be outstanding now."""
+        with self._lock:
+            return self._window.bytes
 
     @property
     def outstanding_bytes(self) -> int:
@@ -184,6 +192,8 @@ class Assembler:
             self._check_size(header, size, about)
             cost = 0 if message.urgent and size <= FREE_BYTES else size
             self._charge(cost, size, about)
+            with self._lock:
+                self._window.follow(message.path_bytes)
             self._remember(header, about)
             now_s = time.monotonic()
             checksum = message.checksum if message.HasField("checksum") else None
@@ -287,9 +297,9 @@ class Assembler:
                     raise CreditError(f"{about}: more than {_MAX_FREE_OUTSTANDING} messages wait without credit")
                 self._free_outstanding += 1
                 return
-            if self._outstanding and self._outstanding + cost > self._window_bytes:
+            if self._outstanding and self._outstanding + cost > self._window.bytes:
                 raise CreditError(
-                    f"{about}: {cost} bytes without credit; {self._outstanding} of {self._window_bytes} are outstanding"
+                    f"{about}: {cost} bytes without credit; {self._outstanding} of {self._window.bytes} are outstanding"
                 )
             self._outstanding += cost
 

@@ -196,7 +196,7 @@ class OutgoingStream:
             talk.go.set()
             self._host.opened(self._session.target)
         elif body == "credit" and talk.answered:
-            self._outbox.credit(message.credit.bytes)
+            self._outbox.credit(message.credit.bytes, message.credit.window_bytes)
         elif body == "ack" and talk.answered:
             self._outbox.acknowledge(message.ack.bytes, message.ack.whole, message.ack.clock_s)
             self._adapt(talk, route)

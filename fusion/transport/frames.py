@@ -127,14 +127,15 @@ def frame(
     hello: peer_pb2.Hello | None = None,
     header: peer_pb2.Header | None = None,
     credit: int | None = None,
+    window_bytes: int = 0,
     goodbye: str | None = None,
     ack: peer_pb2.Ack | None = None,
 ) -> bytes:
-    """Return a frame with the one body that is given."""
+    """Return a frame with the one body that is given; `window_bytes` goes with a credit."""
     return peer_pb2.PeerFrame(
         hello=hello,
         header=header,
-        credit=None if credit is None else peer_pb2.Credit(bytes=credit),
+        credit=None if credit is None else peer_pb2.Credit(bytes=credit, window_bytes=window_bytes),
         goodbye=None if goodbye is None else peer_pb2.Goodbye(reason=goodbye[:500]),
         ack=ack,
     ).SerializeToString()

@@ -11,6 +11,8 @@ __all__ = ["Goodput"]
 _WINDOW_S = 0.1
 _LEAST_WINDOW_S = 0.02
 _WINDOWS = 10
+_TRIPS = 64
+_SMALL_BYTES = 16 * KIB  #: payloads that take no time beside a round trip
 _CHUNK_S = 0.02  #: an urgent message waits for at most so much of a bulk one that has been handed over
 _FIRST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 128 * KIB, 16 * KIB
 _UNSENT_S = 0.05
@@ -23,11 +25,25 @@ class Goodput:
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=_WINDOWS)
         self._began: tuple[float, int] | None = None  # of the window: seconds, bytes acknowledged
+        self._trips_s: deque[float] = deque(maxlen=_TRIPS)
 
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second; 0 while nothing is known."""
         return max(self._rates, default=0.0)
+
+    @property
+    def path_bytes(self) -> int:
+        """Bytes that the path holds: the shortest round trip of late times the rate; 0 while nothing is known."""
+        return int(self.bytes_per_s * min(self._trips_s, default=0.0))
+
+    def travelled(self, size: int, seconds: float) -> None:
+        """Note that a message of `size` bytes was acknowledged so long after it was announced."""
+        rate = self.bytes_per_s
+        if rate:
+            self._trips_s.append(max(0.0, seconds - size / rate))
+        elif size <= _SMALL_BYTES:
+            self._trips_s.append(seconds)
 
     def restart(self) -> None:
         """The count of acknowledged bytes begins anew."""

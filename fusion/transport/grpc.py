@@ -26,6 +26,7 @@ from fusion.transport.frames import DEFAULT_WINDOW_BYTES, check_hello, frame, he
 from fusion.transport.outbox import Outbox, SendCounters
 from fusion.transport.streams import Admission, IncomingStream, handlers
 from fusion.transport.striping import MAX_STREAMS
+from fusion.transport.window import Window
 from fusion.wire.v1 import peer_pb2
 
 __all__ = ["GrpcTransport", "PeerInfo"]
@@ -100,7 +101,9 @@ class GrpcTransport:
 
     It listens at `listen` (host:port) and dials every peer; `routes` replaces addresses when dialling, for the lab.
     `limit(header)` returns how many bytes a message's payload, and its tensor in memory, may have at most.
-    `on_message` may be called before `start` returns. Never call `close` from a callback of the receiver.
+    A peer may have `window_bytes` of payload under way; with `most_window_bytes` that grows up to so many, as the path
+    asks (`fusion.transport.window`). `on_message` may be called before `start` returns. Never call `close` from a
+    callback of the receiver.
     """
 
     def __init__(
@@ -118,10 +121,12 @@ class GrpcTransport:
         interceptors: Sequence[grpc.ServerInterceptor[Any, Any]] = (),
         routes: Mapping[str, str] | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
+        most_window_bytes: int = 0,
         client_options: Sequence[Option] = DATA_PLANE_CLIENT_OPTIONS,
         server_options: Sequence[Option] = DATA_PLANE_SERVER_OPTIONS,
     ) -> None:
-        self.job, self.epoch, self.stage, self.window_bytes = job, epoch, stage, window_bytes
+        self.job, self.epoch, self.stage = job, epoch, stage
+        self._window_bytes = window_bytes, most_window_bytes
         self._incarnation, self._listen, self._credentials = incarnation, listen, credentials
         self._routes = {} if routes is None else routes
         self._client_options, self._server_options = tuple(client_options), list(server_options)
@@ -142,7 +147,7 @@ class GrpcTransport:
 
         outbox = Outbox(out, self._next_sequence)
         outgoing = OutgoingStream(self, label, out, outbox, lambda: self._route(info))
-        assembler = Assembler(back, self.window_bytes, limit, lambda _count_bytes: peer.progressed())
+        assembler = Assembler(back, Window(*self._window_bytes), limit, lambda _count_bytes: peer.progressed())
         peer = _Peer(number, label, info, outbox, outgoing, back, assembler)
         return peer
 
@@ -233,6 +238,10 @@ class GrpcTransport:
     def counters(self) -> dict[StageIndex, tuple[SendCounters, ReceiveCounters]]:
         """Return what went to and came from each peer so far."""
         return {stage: (peer.outbox.counters, peer.assembler.counters) for stage, peer in self._peers.items()}
+
+    def windows(self) -> dict[StageIndex, int]:
+        """Return the bytes that each peer may have under way to this stage now."""
+        return {stage: peer.assembler.window_bytes for stage, peer in self._peers.items()}
 
     def clocks(self) -> dict[StageIndex, Offset]:
         """Return how far the clocks of the peers are ahead of ours, as far as that is known."""
@@ -354,15 +363,17 @@ class GrpcTransport:
             old.end(grpc.StatusCode.ABORTED, "replaced by a newer stream")
         self._changed.notify_all()
         session = peer.incoming_session
-        answer = frame(hello=hello(session, answer=True, window_bytes=self.window_bytes, standing=standing))
-        return Admission(peer.assembler, answer, generation, standing.credited_bytes)
+        window_bytes = peer.assembler.window_bytes
+        answer = frame(hello=hello(session, answer=True, window_bytes=window_bytes, standing=standing))
+        return Admission(peer.assembler, answer, generation, standing.credited_bytes, window_bytes)
 
     def _add_stripe(self, peer: _Peer) -> Admission:
         if peer.incoming is None:
             raise UnreachableError(f"stage {peer.stage} has no stream to stage {self.stage} that this one could join")
         peer.assembler.striped = True
-        answer = frame(hello=hello(peer.incoming_session, answer=True, window_bytes=self.window_bytes))
-        return Admission(peer.assembler, answer, peer.generation, 0)
+        window_bytes = peer.assembler.window_bytes
+        answer = frame(hello=hello(peer.incoming_session, answer=True, window_bytes=window_bytes))
+        return Admission(peer.assembler, answer, peer.generation, 0, window_bytes)
 
     def receive(self, message: Incoming) -> None:
         """Hand a whole message to the worker."""

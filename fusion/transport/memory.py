@@ -18,6 +18,7 @@ from fusion.transport.assembler import Assembler, Limit, ReceiveCounters
 from fusion.transport.base import Incoming, Outgoing, Receiver
 from fusion.transport.frames import DEFAULT_WINDOW_BYTES, chunk_of, parse_frame
 from fusion.transport.outbox import Outbox, SendCounters
+from fusion.transport.window import Window
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
@@ -39,6 +40,7 @@ class MemoryNetwork:
         links: Iterable[tuple[StageIndex, StageIndex]] | None = None,
         limit: Limit = _no_limit,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
+        most_window_bytes: int = 0,
     ) -> None:
         members = sorted(stages)
         pairs = {(a, b) for a in members for b in members if a != b} if links is None else set(links)
@@ -46,7 +48,8 @@ class MemoryNetwork:
         self.changed = threading.Condition()
         self._transports = {stage: MemoryTransport(self, stage) for stage in members}
         for source, target in sorted(pairs):
-            link = _Link(self._transports[source], self._transports[target], limit, window_bytes)
+            window = Window(window_bytes, most_window_bytes)
+            link = _Link(self._transports[source], self._transports[target], limit, window)
             self._transports[source].outgoing[target] = link
             self._transports[target].incoming[source] = link
 
@@ -69,11 +72,11 @@ class MemoryNetwork:
 class _Link:
     """One directed pair: a thread that takes frames from the source's outbox to the target's assembler."""
 
-    def __init__(self, source: MemoryTransport, target: MemoryTransport, limit: Limit, window_bytes: int) -> None:
+    def __init__(self, source: MemoryTransport, target: MemoryTransport, limit: Limit, window: Window) -> None:
         session = Session(_JOB, _EPOCH, source.stage, target.stage, _INCARNATION, _INCARNATION)
-        self.source, self.target, self.window_bytes = source, target, window_bytes
+        self.source, self.target = source, target
         self.outbox = Outbox(session, source.next_sequence)
-        self.assembler = Assembler(session, window_bytes, limit, lambda _count: self._return_credit())
+        self.assembler = Assembler(session, window, limit, lambda _count: self._return_credit())
         self._credit_lock = threading.Lock()
         self._told_bytes = 0  # credit
         self._interrupted = False
@@ -90,7 +93,7 @@ class _Link:
             count = self.assembler.credited_bytes - self._told_bytes
             if count > 0:
                 self._told_bytes += count
-                self.outbox.credit(count)
+                self.outbox.credit(count, self.assembler.window_bytes)
 
     def _run(self) -> None:
         try:
@@ -106,7 +109,7 @@ class _Link:
         with self._credit_lock:
             generation, standing = self.assembler.attach()
             self._told_bytes = standing.credited_bytes
-            frames = self.outbox.frames(self.outbox.open(self.window_bytes, standing))
+            frames = self.outbox.frames(self.outbox.open(self.assembler.window_bytes, standing))
         for data in frames:
             if self._interrupted:
                 self._interrupted = False

@@ -197,12 +197,17 @@ class Outbox:
         self._credited = standing.credited_bytes
         self._number = standing.next_message - 1
 
-    def credit(self, count: int) -> None:
-        """Take back `count` bytes that the receiver no longer holds; WireError if it never had that many."""
+    def credit(self, count: int, window_bytes: int = 0) -> None:
+        """Take back `count` bytes that the receiver no longer holds; WireError if it never had that many.
+
+        window_bytes: the receiver's window has grown to that; 0: it is as it was.
+        """
         with self._changed:
             if count > self._outstanding:
                 raise WireError(f"credit for {count} bytes, but only {self._outstanding} are outstanding")
             self._credited += count
+            if self._window_bytes is not None:
+                self._window_bytes = max(self._window_bytes, window_bytes)
             self._changed.notify_all()
 
     def acknowledge(self, total_bytes: int, whole: Iterable[int], clock_s: float = 0.0) -> None:
@@ -223,6 +228,7 @@ class Outbox:
                 if message is None or message.offset < len(message.payload):
                     raise WireError(f"acknowledges message {number}, which was not sent")
                 del self._kept[number]
+                self.goodput.travelled(len(message.payload), now_s - message.left_s)
                 if clock_s:
                     self.clock.pair(message.left_s, clock_s, now_s)
             if self._goodbye is not None:
@@ -410,6 +416,7 @@ class Outbox:
                     urgent=message.outgoing.urgent,
                     background=message.outgoing.background,
                     checksum=zlib.crc32(message.payload),
+                    path_bytes=self.goodput.path_bytes,
                 )
             )
         message.wire_bytes += len(data)

@@ -57,6 +57,7 @@ class Admission:
     answer: bytes
     generation: int  #: of the link's streams
     credited_bytes: int  #: what the answer says of the credit
+    window_bytes: int
 
 
 class Host(Protocol):
@@ -92,6 +93,7 @@ class IncomingStream:
         self._frames: deque[bytes] = deque()
         self._dirty = False  # something is to be acknowledged or credited
         self._told_bytes = 0  # credit
+        self._told_window_bytes = 0
         self._acked_bytes = 0
         self._last_ack_s = 0.0
         self._status: tuple[grpc.StatusCode, str, bool] | None = None  # code, details, whether to try again
@@ -150,10 +152,11 @@ class IncomingStream:
         assert self._admission is not None  # nothing can be dirty before
         assembler = self._admission.assembler
         credit = assembler.credited_bytes - self._told_bytes
-        if credit > 0:
-            self._told_bytes += credit
+        window, told = assembler.window_bytes, self._told_window_bytes
+        if credit > 0 or window > told:
+            self._told_bytes, self._told_window_bytes = self._told_bytes + credit, window
             self.notice()  # acknowledgements come next
-            return frame(credit=credit)
+            return frame(credit=credit, window_bytes=window if window > told else 0)
         self._last_ack_s = time.monotonic()
         count, whole = assembler.acknowledgement()
         if (count, whole) == (self._acked_bytes, []):
@@ -279,6 +282,7 @@ class IncomingStream:
         admission = self._host.admit(self, message.hello, caller(self._context))
         self._stage = StageIndex(message.hello.source_stage)
         self._told_bytes = admission.credited_bytes
+        self._told_window_bytes = admission.window_bytes
         self._post(admission.answer)
         with self._changed:
             self._admission = admission

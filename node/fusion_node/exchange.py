@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from fusion.runtime.executor import all_uses
 from fusion.runtime.machine import Key
 from fusion.runtime.stage import Arrived, StageRunner
 from fusion.transport.base import Incoming, Outgoing, Payload, Transport
+from fusion.transport.window import FIRST_WINDOW_BYTES, MOST_WINDOW_BYTES
 from fusion_node import replicas
 
 _WIRE_KINDS = {
@@ -141,20 +142,27 @@ class MessageReceiver:
         return Arrived(tensor, requires_grad, release=message.release)
 
 
-def window_bytes(parts: Partition, stage: StageIndex, least: int) -> int:
-    """Return how many payload bytes a peer may have under way to `stage`: all that one instruction waits for, at least.
+def window_bytes(
+    parts: Partition, stage: StageIndex, in_flight: Sequence[int] = (), share_bytes: int = 0
+) -> tuple[int, int]:
+    """Return how many payload bytes a peer may have under way to `stage` at first, and the most that may become of it.
 
-    A stage gives credit back as it uses messages, and uses those of an instruction together: with less, it would wait
-    for a value that waits for credit.
+    in_flight: by stage, how many micro-batches it holds at once. share_bytes: of the memory beyond what the plan
+    needs, what one peer may take.
+
+    Whatever the memory, a window holds what the schedule lets wait for the stage. It gives credit back as it uses
+    messages, and uses those of an instruction together: with less, it would wait for a value that waits for credit.
     """
     values, shard = parts.graph.values, parts.shards[stage]
-    together: Counter[tuple[str, StageIndex]] = Counter()
+    waiting: Counter[tuple[str, StageIndex]] = Counter()
     for edge in map(parts.edges.__getitem__, (*shard.incoming, *shard.outgoing)):
         peer = edge.source if edge.target == stage else edge.target
-        together["values", peer] += _frame_bytes(values[edge.value])
+        flights = in_flight[edge.source] if in_flight else 1  # no more are between a value's maker and its gradient
+        waiting["values", peer] += flights * _frame_bytes(values[edge.value])
     for index, use in all_uses(parts):
-        together["uses", use.stage] += values[parts.shared[index].value].bytes
-    return max(least, *together.values(), 0)
+        waiting["uses", use.stage] += values[parts.shared[index].value].bytes
+    needed = max(waiting.values(), default=0)
+    return max(needed, min(FIRST_WINDOW_BYTES, share_bytes)), max(needed, min(MOST_WINDOW_BYTES, share_bytes))
 
 
 def _frame_bytes(value: Value) -> int:

@@ -29,6 +29,7 @@ from fusion.observe import history
 from fusion.observe.spans import SpanRecorder, is_traced
 from fusion.plan.codecs import codec_schedule, plan_with_change
 from fusion.plan.plan_simulation import schedules_of
+from fusion.plan.schedule import most_in_flight
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import BlobRef, DataSpec, JobSpec, job_from_proto
@@ -46,10 +47,10 @@ from fusion.security.roles import Access, Authorizer
 from fusion.security.tls import coordinator_server_name, server_credentials
 from fusion.transport.blobs import BlobClient
 from fusion.transport.channels import open_channel
-from fusion.transport.frames import DEFAULT_WINDOW_BYTES
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
 from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
+from fusion_node.hardware import available_memory_bytes
 from fusion_node.ipc import (
     Cause,
     ClockItem,
@@ -75,6 +76,7 @@ CLOSE_S = 4.0  #: for a version that is only in memory: less than the daemon wai
 DEVICE_ERROR = re.compile(
     r"\b(CUDA|HIP|MPS|XPU|cuDNN|CUBLAS|NCCL)[ _]?(driver )?error\b|device-side assert", re.IGNORECASE
 )
+WAITING_PART = 4  #: of this machine's free memory, at most one in so many bytes for what waits to be used
 SAY_S = 10.0  #: between two reports of a state that may last
 
 
@@ -371,6 +373,8 @@ class Worker:
             for peer in sorted({*StageRole.of(parts, stage).peers(parts), *partners(plan, stage)})
             for planned in (plan.stages[peer],)
         }
+        in_flight = [most_in_flight(schedule) for schedule in schedules_of(plan)]
+        first_bytes, most_bytes = window_bytes(parts, stage, in_flight, self._spare_bytes() // max(1, len(peers)))
         return GrpcTransport(
             credentials=self._credentials,
             server_tls=server_credentials(Path(self._config.credentials_dir)),
@@ -382,9 +386,20 @@ class Worker:
             incarnation=Incarnation(self._config.incarnation),
             peers=peers,
             limit=PayloadLimits(parts, stage),
-            window_bytes=window_bytes(parts, stage, DEFAULT_WINDOW_BYTES),
+            window_bytes=first_bytes,
+            most_window_bytes=most_bytes,
             routes=self._config.routes,
         )
+
+    def _spare_bytes(self) -> int:
+        """Return the memory for what has arrived and waits: what the owner allows beyond the plan's need.
+
+        Beside a device with memory of its own, or without a limit, it is a part of what this machine has left.
+        """
+        limit = self._config.memory_limit_bytes
+        if limit and self._config.device == "cpu":
+            return max(0, limit - self._task.plan.stages[self._task.stage].memory_bytes)
+        return available_memory_bytes() // WAITING_PART
 
     def _connect(self, transport: GrpcTransport, runner: StageRunner) -> None:
         """Wait for all peers; a stop that comes meanwhile ends the wait."""

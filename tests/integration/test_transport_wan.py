@@ -6,6 +6,8 @@ import asyncio
 import threading
 import time
 
+import pytest
+
 from fusion.cli.wan import Machine, WanLink, WanRelay
 from tests.support.transport import (
     Recorder,
@@ -15,6 +17,7 @@ from tests.support.transport import (
     nominal,
     outgoing,
     start_all,
+    wait_until,
 )
 
 RATE, DELAY_S = 4_000_000.0, 0.03
@@ -42,6 +45,38 @@ class RelayThread:
         self._thread.join()
         self._loop.close()
         return self._relay.report()
+
+
+@pytest.mark.parametrize("most_bytes", [8_000_000, 150_000])
+def test_a_window_grows_to_fill_a_long_link_within_the_memory_for_it(most_bytes: int) -> None:
+    credentials, recorders = node_credentials(2), [Recorder(), Recorder()]
+    routes: list[dict[str, str]] = [{}, {}]
+    transports = [
+        grpc_transport(number, credentials, routes=routes[number], window_bytes=100_000, most_window_bytes=most_bytes)
+        for number in (0, 1)
+    ]
+    ports = [transport.listen() for transport in transports]
+    relay = RelayThread(ports)
+    for number in (0, 1):
+        other = 1 - number
+        routes[number][nominal(other)] = relay.routes[f"node-{number}"][f"127.0.0.1:{ports[other]}"]
+    start_all(transports, recorders)
+    recorders[1].on_message = lambda message: message.release()
+    sent = 0
+    path = 2 * DELAY_S * RATE  # 240 kB
+    while transports[1].windows()[0] < min(most_bytes, 100_000 + 2 * path) and sent < 400:
+        for _ in range(20):
+            transports[0].send(1, outgoing(sent, bytes(50_000)))
+            sent += 1
+        wait_until(lambda count=sent: transports[1].counters()[0][1].messages == count, "the messages")
+    window = transports[1].windows()[0]
+    for transport in transports:
+        transport.close("done")
+    relay.close()
+    if most_bytes == 150_000:
+        assert window == most_bytes
+    else:
+        assert 100_000 + 2 * path <= window <= most_bytes
 
 
 def test_tensors_and_verdicts_cross_a_slow_link():

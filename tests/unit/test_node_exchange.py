@@ -49,9 +49,18 @@ def parts() -> Partition:
 def test_a_window_holds_all_that_one_instruction_waits_for(parts: Partition) -> None:
     values = 2 * (4 * 6 * 4 + 56)  # two values of 4 samples by 6 floats, as they are in a frame
     uses = 2 * 10 * 6 * 4 // 2  # the other stage's use of the table
-    assert window_bytes(parts, StageIndex(1), 1) == max(values, uses)
-    assert window_bytes(parts, StageIndex(0), 1) == max(values, uses)
-    assert window_bytes(parts, StageIndex(1), 10**6) == 10**6
+    assert window_bytes(parts, StageIndex(1)) == (max(values, uses), max(values, uses))
+    assert window_bytes(parts, StageIndex(0)) == (max(values, uses), max(values, uses))
+
+
+def test_a_window_holds_what_the_schedule_lets_wait_and_as_much_more_as_memory_allows(parts: Partition) -> None:
+    values = 2 * (4 * 6 * 4 + 56)
+    # five micro-batches may be between stage 0's forward and its backward: values at stage 1, or gradients back at 0
+    for stage in (0, 1):
+        assert window_bytes(parts, StageIndex(stage), [5, 1], 1000) == (5 * values, 5 * values)
+        assert window_bytes(parts, StageIndex(stage), [5, 1], 5_000_000) == (5_000_000, 5_000_000)
+        assert window_bytes(parts, StageIndex(stage), [5, 1], 50_000_000) == (16 * 2**20, 50_000_000)
+        assert window_bytes(parts, StageIndex(stage), [5, 1], 10**12) == (16 * 2**20, 2**30)
 
 
 def test_limits_follow_the_graph(parts: Partition) -> None:
