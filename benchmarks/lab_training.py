@@ -25,6 +25,7 @@ from torch import nn
 
 import fusion
 from benchmarks.lab import Lab
+from benchmarks.seams import median_seam
 from fusion.base.errors import JobError
 from fusion.base.ids import random_id
 from fusion.capture import capture
@@ -33,6 +34,7 @@ from fusion.graph.partition import legal_cuts, partition, stage_cost
 from fusion.job.client import Client
 from fusion.plan.plan_simulation import schedules_of
 from fusion.plan.schedule import format_schedule
+from fusion.protocol.timeline import align, whole_steps
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 VOCABULARY = 256
@@ -208,6 +210,8 @@ def train(settings: Settings) -> dict[str, Any]:
                 metrics.append(step)
                 seen_s.append(time.monotonic())
             plan = run.status().plan
+            with Client(cluster.address, cluster.credentials) as client:
+                spans = align(whole_steps(client.timeline(run.job_id))).spans
     assert plan is not None
     return {
         "step_s": [step.step_s for step in metrics],
@@ -219,6 +223,7 @@ def train(settings: Settings) -> dict[str, Any]:
         "links": [asdict(link) for link in plan.links],
         "codecs": [(link.source, link.target, link.codec) for link in plan.links],
         "sent_bytes": metrics[-1].bytes,
+        "between_steps_s": median_seam(spans),
     }
 
 

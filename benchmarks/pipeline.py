@@ -155,6 +155,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         "order": run["order"],
         "in_flight": run["in_flight"],
         "sent_bytes_per_step": run["sent_bytes"],
+        "between_steps_s": run["between_steps_s"],
         **{key: value for name, found in coded.items() for key, value in compressed(name, found, best_torch_s).items()},
     }
 

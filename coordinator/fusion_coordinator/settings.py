@@ -16,7 +16,9 @@ class Settings:
 
     heartbeat_s: float = 5.0
     self_fence_s: float = 25.0  #: a node ends its work that long after it sent the last answered heartbeat
-    coordinator_grace_s: float = 900.0  #: ... or so long, if no stage of its job has had an answer for a while; 0: never
+    coordinator_grace_s: float = (
+        900.0  #: ... or so long, if no stage of its job has had an answer for a while; 0: never
+    )
     lease_s: float = 30.0  #: a node is lost that long after its last heartbeat was received; more than self_fence_s
     start_timeout_s: float = 120.0  #: a stage that has not reported for that long before READY fails its job
     hold_timeout_s: float = 120.0  #: a job that is to move comes to a step's end in that time, or in five of its steps

@@ -27,7 +27,11 @@ __all__ = ["Assembler", "CreditError", "Limit", "ReceiveCounters", "SupersededEr
 
 Limit = Callable[[MessageHeader], int]  #: most bytes of payload and of tensor memory; may raise WireError itself
 
-_WITHOUT_STEP = (MessageKind.REPLICA, MessageKind.REPLICA_ACK, MessageKind.CONTACT)  #: their numbers on the stream are enough
+_WITHOUT_STEP = (
+    MessageKind.REPLICA,
+    MessageKind.REPLICA_ACK,
+    MessageKind.CONTACT,
+)  #: their numbers on the stream are enough
 _STEPS_REMEMBERED = 4  #: stages are at most one step apart; older messages cannot be meant
 _MAX_MESSAGES_PER_STEP = 2**20
 _TIMED_BYTES, _RECORD_BYTES = 64 * KIB, 16 * KIB  #: a header shares its TLS record with the payload's beginning

@@ -105,3 +105,32 @@ def test_a_message_that_arrives_twice_is_our_own_mistake() -> None:
     stage.arrived(Key(MessageKind.ACTIVATION, 1, 0, 0))
     with pytest.raises(AssertionError, match="arrived twice"):
         stage.arrived(Key(MessageKind.ACTIVATION, 1, 0, 0))
+
+
+def test_the_first_stage_begins_the_next_step_once_it_has_updated_itself_whatever_the_others_do() -> None:
+    first = _machine(_role(0, 3, outgoing=(EdgeId(0),)), "F0 B0", last_step=2)
+    taken = []
+    first.arrived(Key(MessageKind.GRADIENT, 1, 0, 0))
+    first.arrived(Key(MessageKind.NORM, 1, 0, 0))  # left the stage behind after its own backward, not after an update
+    while (instruction := first.take()) is not None:
+        taken.append((type(instruction).__name__, instruction.step))
+        if isinstance(instruction, machine.Forward):
+            first.sent(instruction.step, instruction.micro_batch, (EdgeId(0),))
+    assert taken[-3:] == [("Update", 1), ("EndStep", 1), ("Forward", 2)]
+
+
+def test_a_later_stage_needs_for_its_update_but_a_verdict_that_left_before_the_next_steps_first_value() -> None:
+    before, behind = _machine(_role(0, 2, outgoing=(EdgeId(0),)), "F0 B0", last_step=2), []
+    before.arrived(Key(MessageKind.GRADIENT, 1, 0, 0))
+    before.arrived(Key(MessageKind.NORM, 1, 0, 0))
+    while (instruction := before.take()) is not None:
+        behind.append(type(instruction).__name__)  # stage 0 sends the verdict with its norm
+        if isinstance(instruction, machine.Forward):
+            before.sent(instruction.step, instruction.micro_batch, (EdgeId(0),))
+    assert behind.index("Norm") < len(behind) - 1 - behind[::-1].index("Forward")
+    last = _machine(_role(1, 2, incoming=(EdgeId(0),)), "F0 B0", last_step=2)
+    last.arrived(Key(MessageKind.ACTIVATION, 1, 0, 0))
+    assert last.take() == machine.Forward(1, 0)
+    last.sent(1, 0, ())
+    assert [type(last.take()).__name__ for _ in range(3)] == ["Backward", "SumTied", "Norm"]
+    assert last.missing() == {Key(MessageKind.VERDICT, 1, 0, 0)}
