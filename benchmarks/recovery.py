@@ -193,7 +193,7 @@ def _large_job(ready: bool) -> fusion.Job:
     settings: dict[str, Any] = {"checkpoint": 10} if ready else {}
     return fusion.Job(
         GPT(), rows, fusion.AdamW(1e-4), steps=25, batch_size=16, micro_batches=4, stages=4, threads=1,
-        planner="equal-compute", replan=False, **settings,
+        planner="equal-compute", replan=False, compression="none", **settings,
     )  # fmt: skip
 
 

@@ -154,10 +154,13 @@ def digit_images() -> tuple[np.ndarray, np.ndarray]:
 
 
 def gpt_job(steps: int, seed: int = 1, *, layers: int = 4, channels: int = 256, **settings: Any) -> Job:
-    """Return the demo's GPT job: about 3 million parameters unless told otherwise, 8 micro-batches, text as bytes."""
+    """Return the demo's GPT job: about 3 million parameters unless told otherwise, 8 micro-batches, text as bytes.
+
+    Without codecs unless told otherwise: its losses are compared with those of one process.
+    """
     torch.manual_seed(seed)
     block_size = 64
-    settings = {"name": "demo-gpt"} | settings
+    settings = {"name": "demo-gpt", "compression": "none"} | settings
     return Job(
         model=GPT(block_size=block_size, layers=layers, channels=channels),
         data=TextData(standard_library_text(), block_size),
@@ -180,8 +183,9 @@ def mini_gpt_job(steps: int, seed: int = 1, **settings: Any) -> Job:
 
 
 def resnet_job(steps: int, seed: int = 1, **settings: Any) -> Job:
-    """Return the demo's ResNet job: batch norm, images of handwritten digits."""
+    """Return the demo's ResNet job: batch norm, images of handwritten digits; codecs as in `gpt_job`."""
     torch.manual_seed(seed)
+    settings = {"name": "demo-resnet", "compression": "none"} | settings
     images, classes = digit_images()
     return Job(
         model=ResNet(),
@@ -193,6 +197,5 @@ def resnet_job(steps: int, seed: int = 1, **settings: Any) -> Job:
         batch_size=128,
         micro_batches=8,
         seed=seed,
-        name="demo-resnet",
         **settings,
     )

@@ -64,7 +64,8 @@ class Job:
         step), and on how many batches of it (0: on all).
     grad_clip: largest global 2-norm of the gradients; 0: no clipping.
     seed: of the shuffling and of dropout. The same job with the same seed gives the same losses, wherever it runs.
-    determinism: "strict" makes them the same bit by bit, for some speed; "fast" up to rounding.
+    determinism: "strict" makes them the same bit by bit, for some speed; "fast" up to rounding. Where links have a
+        codec, of `compression`, losses differ by what it loses.
     precision: "fp32", or "bf16" for autocast.
     schedule: "1f1b" or "gpipe".
     stages: the most parts that the model may be cut into; 0: as many as there are nodes and the planner likes.
@@ -73,9 +74,11 @@ class Job:
         "equal-number", "equal-compute" (as many nodes as `stages` allows), or "exact" (at most 12 nodes).
     replan: whether the running job may move to another plan once measurements show that it is clearly better. The
         losses stay the same. A job with `cuts`, or with another planner than "fusion", stays where it is.
-    compression: how values and gradients travel between stages: a codec, or FORWARD/BACKWARD, such as "int8/int4"; see
-        docs/compression.md. "none"; "auto", for each link the mildest that takes it off the critical path, never
-        stronger than "auto:R" allows; "adatopk:R". Several, one after the other: "auto:12 int8@70% none@90%".
+    compression: how values and gradients travel between stages; see docs/compression.md. "auto" (default): each link
+        has the mildest codec that takes it off the critical path, never stronger than "auto:R" allows, and none where
+        that is as fast. On slow links weights of the first 70 % of such a run should not be served. "none": never any
+        codec, the default with determinism="strict". A codec, or FORWARD/BACKWARD, such as "int8/int4"; "adatopk:R".
+        Several, one after the other: "auto:12 int8@70% none@90%".
     checkpoint: every how many steps the job's whole state is put on the coordinator's disk, in the background; or
         `fusion.Checkpoint(every_steps=, keep=)`. By default never: nodes keep copies of each other's state anyway.
     recompute: whether stages keep only what came in of each micro-batch under way, and run its forward again before
@@ -112,7 +115,7 @@ class Job:
         cuts: Sequence[int] = (),
         planner: str = "fusion",
         replan: bool = True,
-        compression: str = "none",
+        compression: str | None = None,
         checkpoint: int | Checkpoint | None = None,
         recompute: str = "auto",
         shuffle: bool = True,
@@ -132,7 +135,8 @@ class Job:
         self.grad_clip, self.seed, self.shuffle = grad_clip, _whole(seed), shuffle
         self.determinism, self.precision, self.schedule = determinism, precision, schedule
         self.stages, self.threads, self.cuts = _whole(stages), _whole(threads), tuple(_whole(cut) for cut in cuts)
-        self.planner, self.replan, self.compression = planner, replan, compression
+        self.planner, self.replan = planner, replan
+        self.compression = default_compression(determinism) if compression is None else compression
         self.checkpoint, self.recompute = checkpoint_of(checkpoint), recompute
         self.name = _default_name(model) if name is None else name
         self._pending: tuple[bytes, str] | None = None
@@ -275,6 +279,11 @@ class Job:
         if self._pending is None or self._pending[0] != content:
             self._pending = (content, random_id("req-", 20))
         return self._pending[1]
+
+
+def default_compression(determinism: str) -> str:
+    """Return the compression of a job that names none: a codec changes losses, and "strict" promises they are equal."""
+    return "none" if determinism == "strict" else "auto"
 
 
 def _as_source(data: Any) -> Source:

@@ -37,12 +37,14 @@ MAX_TEXT = 4000
 
 @dataclass(frozen=True, slots=True)
 class PlanCodec:
-    """A codec's cost. Speeds are of the raw bytes, one thread."""
+    """A codec's cost. Speeds are of the raw bytes, one thread; each message costs some time more, however small."""
 
     name: str
     ratio: float
     encode_bytes_per_s: float
     decode_bytes_per_s: float
+    encode_message_s: float = 0.0
+    decode_message_s: float = 0.0
 
     @property
     def encode_s_per_byte(self) -> float:
@@ -59,10 +61,10 @@ NONE = PlanCodec("none", 1.0, inf, inf)  #: elements as they are, without a fram
 
 
 def plan_codec(spec: CodecSpec, role: TensorRole = TensorRole.ACTIVATION) -> PlanCodec:
-    """Return what a codec costs: the ratio of a float32 tensor of a million elements, and measured speeds."""
+    """Return what a codec costs: the ratio of a float32 tensor of a million elements, and measured times."""
     if spec == catalog.NONE:
         return NONE
-    return PlanCodec(spec.name, catalog.ratio(spec, role=role), *catalog.speeds(spec))
+    return PlanCodec(spec.name, catalog.ratio(spec, role=role), *catalog.speeds(spec), *catalog.message_s(spec))
 
 
 @dataclass(frozen=True)

@@ -72,14 +72,19 @@ class Arrangement:
             same = np.array_equal(self.choice, other.choice)
         return (there, back) if self.ladder == other.ladder and same else None
 
-    def rates(self) -> tuple[Floats, Floats, Floats]:
-        """Return [source, target] the ratio, and seconds per raw byte to encode and to decode."""
+    def coded(self, raw_bytes: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return for bytes [source, target] those on the wire, and the seconds to encode and to decode them."""
         shape = (len(self.nodes), len(self.nodes))
         choice = np.zeros(shape, dtype=np.int64) if self.choice is None else self.choice
         ratio = np.array([codec.ratio for codec in self.ladder])
-        encode = np.array([codec.encode_s_per_byte for codec in self.ladder])
-        decode = np.array([codec.decode_s_per_byte for codec in self.ladder])
-        return ratio[choice], encode[choice], decode[choice]
+        encode = np.array([(codec.encode_s_per_byte, codec.encode_message_s) for codec in self.ladder])[choice]
+        decode = np.array([(codec.decode_s_per_byte, codec.decode_message_s) for codec in self.ladder])[choice]
+        messages = raw_bytes > 0
+        return (
+            raw_bytes / ratio[choice],
+            raw_bytes * encode[..., 0] + messages * encode[..., 1],
+            raw_bytes * decode[..., 0] + messages * decode[..., 1],
+        )
 
 
 @dataclass(frozen=True)
@@ -263,9 +268,7 @@ class _Evaluator:
         np.add.at(self.raw, (target, source), edges.backward_bytes[sent])
 
     def _links(self) -> None:
-        ratio, encode_s_per_byte, decode_s_per_byte = self.arrangement.rates()
-        self.wire = self.raw / ratio
-        encode, decode = self.raw * encode_s_per_byte, self.raw * decode_s_per_byte
+        self.wire, encode, decode = self.arrangement.coded(self.raw)
         used = self.raw > 0
         self.transfer_s = np.where(used, self.wire * np.where(used, self.s_per_byte, 0.0), 0.0)
         self.link_s = np.where(used, self.transfer_s + self.delay_s + encode + decode, 0.0)

@@ -17,7 +17,7 @@ from fusion.plan.exact import exact_plan
 from fusion.plan.finals import WORTH, without_stage
 from fusion.plan.layers import layered_plans
 from fusion.plan.phases import compressed, with_links
-from fusion.plan.relax import SLACK, relax, strength, with_adatopk
+from fusion.plan.relax import SLACK, mildest, relax, with_adatopk
 from fusion.plan.search import Annealing, Effort
 
 METHODS = ("fusion", "op-fence", "equal-number", "equal-compute", "exact")
@@ -45,8 +45,13 @@ class Settings:
             raise ConfigError(f"method: {self.method[:40]!r} is none of {', '.join(METHODS)}")
 
 
-def arrange(problem: Problem, settings: Settings, out_of_time: Stop) -> Arrangement | None:
-    """Return the best arrangement that the method finds; None if it finds none that fits."""
+def arrange(
+    problem: Problem, settings: Settings, out_of_time: Stop, plain: Arrangement | None = None
+) -> Arrangement | None:
+    """Return the best arrangement that the method finds; None if it finds none that fits.
+
+    plain: the best one without codecs, if it is known already; "auto" begins there.
+    """
     settings.check()
     baseline = {"op-fence": op_fence, "equal-number": equal_number, "equal-compute": equal_compute}.get(settings.method)
     if baseline is not None:
@@ -54,7 +59,7 @@ def arrange(problem: Problem, settings: Settings, out_of_time: Stop) -> Arrangem
     search: _Search = _exact if settings.method == "exact" else _ours
     wanted = settings.compression
     if wanted.kind == "auto":
-        found = _auto(problem, settings, search, out_of_time)
+        found = _auto(problem, settings, search, out_of_time, plain)
     else:
         found = search(problem, wanted.ladder(), _Task(settings.seed, out_of_time))
     if found is not None and wanted.kind == "adatopk":
@@ -69,7 +74,6 @@ class _Task:
     seed: int
     out_of_time: Stop
     starts: Sequence[Arrangement] = ()
-    thorough: bool = True  #: False: its result is only where the next search starts
 
 
 _Search = Callable[[Problem, Ladder, _Task], Arrangement | None]
@@ -79,23 +83,24 @@ def _fitting(problem: Problem, found: Arrangement) -> Arrangement | None:
     return found if problem.evaluate(found).fits else None
 
 
-def _auto(problem: Problem, settings: Settings, search: _Search, out_of_time: Stop) -> Arrangement | None:
-    """Search without codecs, then with those up to each strength, each from the milder plans; then relax the codecs.
+def _auto(
+    problem: Problem, settings: Settings, search: _Search, out_of_time: Stop, plain: Arrangement | None
+) -> Arrangement | None:
+    """Search without codecs just as "none" does, then with them from that plan on; then relax the codecs.
 
     Of all plans that stay within SLACK of the fastest, the one whose codecs take away least is returned.
     """
     ladder = settings.compression.ladder()
-    found: list[Arrangement] = []
-    for strongest in sorted({0, len(ladder) - 1}):
-        task = _Task(settings.seed, out_of_time, tuple(found), strongest == len(ladder) - 1)
-        best = search(problem, ladder.upto(strongest), task)
-        if best is not None:
-            found.append(best)
+    plain = plain or search(problem, ladder.upto(0), _Task(settings.seed, out_of_time))
+    found = [] if plain is None else [plain]
+    if len(ladder) > 1:
+        best = search(problem, ladder, _Task(settings.seed, out_of_time, tuple(found)))
+        found += [] if best is None else [best]
     if not found:
         return None
     limit_s = SLACK * min(problem.step_s(one) for one in found)
     relaxed = [relax(problem, one, ladder, limit_s) for one in found if problem.step_s(one) <= limit_s]
-    return min(relaxed, key=lambda one: (round(strength(problem, one), 6), problem.step_s(one)))
+    return mildest(problem, relaxed, problem.step_s)
 
 
 # ---- ours ----
@@ -135,9 +140,8 @@ def _chains(problem: Problem, ladder: Ladder) -> Iterator[Chain]:
 def _annealed(problem: Problem, chains: Sequence[Chain], found: list[Arrangement], task: _Task) -> Arrangement | None:
     """Improve what was found; small clusters are searched more thoroughly."""
     if len(problem.network.flops) > _FEW_NODES:
-        effort = Effort(16, 40) if task.thorough else Effort(16, 8)
-        return Annealing(chains[-1], task.seed, effort, task.out_of_time).run(found)
-    rounds = min(120 if task.thorough else 30, 15 * (len(problem.network.flops) - 1))
+        return Annealing(chains[-1], task.seed, Effort(16, 40), task.out_of_time).run(found)
+    rounds = min(120, 15 * (len(problem.network.flops) - 1))
     main, spare = Effort(24, rounds, random=12), Effort(24, rounds // 3, random=4)
     again = _REPEATS if problem.profile.blocks <= _FEW_BLOCKS else 1
     for chain, effort in [(chains[-1], main)] * again + [(chain, spare) for chain in chains[:-1]]:

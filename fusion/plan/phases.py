@@ -14,8 +14,9 @@ from fusion.compress.linkcodecs import Link
 from fusion.plan.chain import Chain
 from fusion.plan.codecs import NONE, Compression, PlanCodec, parse_compression, plan_codec
 from fusion.plan.cost import Arrangement, Problem
+from fusion.plan.finals import simulated_s
 from fusion.plan.inforce import problem_of
-from fusion.plan.relax import SLACK, relax, with_adatopk
+from fusion.plan.relax import SLACK, mildest, relax, strength, with_adatopk
 from fusion.plan.types import Cluster, CodecChange, JobView, Plan, PlannedLink
 from fusion.plan.workload import Workload
 
@@ -49,14 +50,43 @@ def longest(parts: Sequence[Stretch], steps: int) -> Compression:
 
 
 def compressed(problem: Problem, found: Arrangement, wanted: Compression) -> Arrangement:
-    """Return an arrangement with the codecs that are wanted; "auto" gives each link the fastest, then relaxes them."""
+    """Return an arrangement with the codecs that are wanted; with "auto" it is never slower than without any."""
     if wanted.kind == "adatopk":
         coded = with_adatopk(problem, found, wanted.ratio)
     else:
         coded = replace(Chain(problem, wanted.ladder()).arrange(found.nodes, found.places), recompute=found.recompute)
         if wanted.kind == "auto":
-            coded = relax(problem, coded, wanted.ladder(), SLACK * problem.step_s(coded))
+            coded = _as_few_as_pay(problem, coded, wanted)
     return with_links(coded, wanted.links)
+
+
+def _as_few_as_pay(problem: Problem, fastest: Arrangement, wanted: Compression) -> Arrangement:
+    """Return the arrangement without codecs, with few and mild ones, or with each link's fastest one.
+
+    The formula says how far codecs can be relaxed, the simulator whether they are worth anything at all.
+    """
+    plain = replace(fastest, ladder=(NONE,), choice=None)
+    limit_s = SLACK * min(problem.step_s(plain), problem.step_s(fastest))
+    relaxed = relax(problem, fastest, wanted.ladder(), limit_s)
+    return mildest(problem, [plain, relaxed, fastest], lambda one: simulated_s(problem, one))
+
+
+def best_over_run(problem: Problem, found: Sequence[Arrangement], parts: Sequence[Stretch], steps: int) -> Arrangement:
+    """Return the arrangement whose nodes and cuts serve the whole run best; the first is without codecs, and is not
+    given up for a slower run. Of what is nearly as fast, codecs that take away less are better.
+    """
+    ends = [*(part.from_step for part in parts[1:]), max(steps, parts[-1].from_step) + 1]
+    weights = [end - part.from_step for part, end in zip(parts, ends, strict=True)]
+    plain_s = simulated_s(problem, found[0])
+    runs = []
+    for one in found:
+        coded = [compressed(problem, one, part.compression) for part in parts]
+        run_s = sum(weight * simulated_s(problem, each) for weight, each in zip(weights, coded, strict=True))
+        taken = sum(weight * strength(problem, each) for weight, each in zip(weights, coded, strict=True))
+        runs.append((run_s, taken, one))
+    limit_s = min(sum(weight * plain_s for weight in weights), SLACK * min(run_s for run_s, _, _ in runs))
+    within = [run for run in runs if run[0] <= limit_s]
+    return min(within, key=lambda run: (round(run[1], 6), run[0]))[2]
 
 
 def with_links(found: Arrangement, links: Mapping[Link, CodecSpec]) -> Arrangement:

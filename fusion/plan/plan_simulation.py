@@ -128,7 +128,13 @@ def _encoded(size: int, link: PlannedLink | None) -> tuple[int, float, float]:
     if link is None:
         return size, 0.0, 0.0
     codec = link_codec(link.codec, link.source, link.target)
-    return round(size / link.ratio), size * codec.encode_s_per_byte, size * codec.decode_s_per_byte
+    if not size:
+        return 0, 0.0, 0.0
+    return (
+        round(size / link.ratio),
+        size * codec.encode_s_per_byte + codec.encode_message_s,
+        size * codec.decode_s_per_byte + codec.decode_message_s,
+    )
 
 
 def _shared(held: Sequence[HeldLoad], ends: Sequence[int]) -> list[SharedLoad]:

@@ -10,14 +10,22 @@ from fusion.base.units import format_bytes
 from fusion.graph.dag import Graph
 from fusion.graph.partition import partition
 from fusion.plan.chain import Chain
-from fusion.plan.codecs import PLAIN_LADDER, Ladder
+from fusion.plan.codecs import PLAIN_LADDER, Compression, Ladder
 from fusion.plan.cost import Arrangement, Evaluation, Problem
 from fusion.plan.finals import improved, simulated_s
 from fusion.plan.layers import layered_plans
 from fusion.plan.methods import Settings, arrange, promising
 from fusion.plan.need import stage_bytes
 from fusion.plan.network import network_of
-from fusion.plan.phases import Stretch, codec_changes, longest, stretches, with_link_codecs
+from fusion.plan.phases import (
+    Stretch,
+    best_over_run,
+    codec_changes,
+    compressed,
+    longest,
+    stretches,
+    with_link_codecs,
+)
 from fusion.plan.plans import plan_of
 from fusion.plan.profile import profile_of
 from fusion.plan.timing import TimeModel
@@ -112,16 +120,32 @@ def plan_workload(cluster: Cluster, workload: Workload, job: JobView, options: O
     problem = Problem(profile, network_of(cluster), job)
     _check_cuts(problem)
     out_of_time = _timer(options)
-    found = arrange(problem, settings, out_of_time)
+    found = _arranged(problem, settings, parts, out_of_time)
     if found is None:
         raise PlanError(_what_is_missing(problem, options))
-    if options.method == "fusion":
-        found = improved(problem, found, out_of_time)
     evaluation = problem.evaluate(found)
     plan = replace(plan_of(problem, found, evaluation), step_s=simulated_s(problem, found))
     plan = _with_phases(plan, problem, found, parts)
     ladder = settings.compression.ladder() if settings.compression.kind != "adatopk" else PLAIN_LADDER
     return Planned(plan, problem, found, evaluation, ladder)
+
+
+def _arranged(
+    problem: Problem, settings: Settings, parts: Sequence[Stretch], out_of_time: Callable[[], bool]
+) -> Arrangement | None:
+    """Return what is best for the run, with the codecs of its longest part; "auto" is held against "none"."""
+    wanted, ours = settings.compression, settings.method == "fusion"
+    if wanted.kind != "auto" or wanted.links:
+        found = arrange(problem, settings, out_of_time)
+        return improved(problem, found, out_of_time) if ours and found is not None else found
+    plain = arrange(problem, replace(settings, compression=Compression()), out_of_time)
+    if plain is None:
+        return None  # codecs need no memory less
+    if ours:
+        plain = improved(problem, plain, out_of_time)
+    coded = arrange(problem, settings, out_of_time, plain)
+    candidates = [plain] if coded is None else [plain, coded]
+    return compressed(problem, best_over_run(problem, candidates, parts, problem.job.steps), wanted)
 
 
 def _check_cuts(problem: Problem) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import log2
 
@@ -62,6 +63,19 @@ def strength(problem: Problem, arrangement: Arrangement) -> float:
         weight = _FORWARD_WEIGHT if source < target else 1.0
         total += weight * log2(arrangement.codec(int(source), int(target)).ratio)
     return total
+
+
+def mildest(
+    problem: Problem, arrangements: Sequence[Arrangement], seconds: Callable[[Arrangement], float]
+) -> Arrangement:
+    """Return of all that stay within SLACK of the fastest the one whose codecs take away least.
+
+    So the first one, if it has none, is never given up for one that is slower.
+    """
+    times = {id(one): seconds(one) for one in arrangements}
+    limit_s = SLACK * min(times.values())
+    within = [one for one in arrangements if times[id(one)] <= limit_s]
+    return min(within, key=lambda one: (round(strength(problem, one), 6), times[id(one)]))
 
 
 def with_adatopk(problem: Problem, arrangement: Arrangement, ratio: float) -> Arrangement:

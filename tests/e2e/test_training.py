@@ -158,7 +158,22 @@ def test_the_reference_has_what_the_strict_runs_must_reproduce(references: dict[
     assert not torch.equal(trained["stem.1.running_mean"], torch.zeros(8))
 
 
+def test_auto_compression_leaves_links_that_are_fast_enough_alone_and_losses_exactly_as_they_are(
+    cluster: Cluster, references: dict[str, Reference]
+) -> None:
+    job = gpt(compression="auto", stages=3)
+    with cluster.submit(job) as run:
+        metrics = list(run.metrics())
+        plan = run.wait().plan
+    assert plan is not None
+    assert len(plan.stages) == 3
+    assert {link.codec for link in plan.links} == {"none"}
+    assert {codec for change in plan.codec_changes for _, _, codec in change.links} <= {"none"}
+    assert curve(metrics) == references["gpt"][0]
+
+
 def test_fast_training_is_within_1e_5_of_one_process(cluster: Cluster) -> None:
+    assert gpt(determinism="fast").compression == "auto"  # which chooses nothing on this machine
     figures, trained, used, _ = train(cluster, gpt(determinism="fast", stages=2))
     local = gpt(determinism="fast").run_local()
     assert used == 2

@@ -168,6 +168,20 @@ def test_whole_numbers_of_numpy_and_torch_are_taken() -> None:
     assert type(job.steps) is int
 
 
+def test_codecs_are_chosen_by_default_but_strict_losses_need_them_asked_for_by_name() -> None:
+    assert _job().compression == "auto"
+    assert _job(determinism="strict").compression == "none"
+    assert _job(determinism="strict", compression="int8").compression == "int8"
+    assert _job(compression="none").compression == "none"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_auto_goes_with_runs_too_short_for_its_later_part(steps: int) -> None:
+    assert _job(steps=steps).steps == steps
+    with pytest.raises(ConfigError, match="the phases of 'int8 none@70%' begin with the steps"):
+        _job(steps=1, compression="int8 none@70%")
+
+
 def test_name_defaults_to_the_models_class() -> None:
     assert _job().name == "linear"
 

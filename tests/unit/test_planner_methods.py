@@ -161,7 +161,7 @@ def test_a_large_cluster_is_searched_where_it_is_fast_and_well_connected() -> No
 def test_more_freedom_never_plans_worse(schedule: str) -> None:
     of = problem(chain_load(24, value_bytes=3_000_000), random_cluster(11, 10), schedule=schedule)
     dense, codecs = of.step_s(best(of)), of.step_s(best(of, compression="auto"))
-    assert codecs <= SLACK * dense
+    assert codecs <= dense
     assert dense <= of.step_s(best(of, "op-fence"))
 
 
