@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from fusion.cli.output import json_option, print_json
 
 if TYPE_CHECKING:
     from fusion_coordinator.remote import Admin
+    from fusion_coordinator.settings import Settings
     from fusion_coordinator.statedir import Running
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,29 +74,41 @@ def init(state_dir: Path | None, name: str, listen: str, advertise: tuple[str, .
 @click.option("--listen", metavar="HOST:PORT", help="Default: what 'init' was told, else 127.0.0.1:7443.")
 @click.option("--enrol-listen", default="", metavar="HOST:PORT", help="Enrolment port; default: one port further.")
 @click.option(
+    "--relay-rate",
+    default="",
+    metavar="RATE",
+    help="Most that is relayed for nodes that cannot reach each other; default: 100 Mbit/s, 0: nothing.",
+)
+@click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
-def serve(state_dir: Path | None, listen: str | None, enrol_listen: str, log_level: str) -> None:
+def serve(state_dir: Path | None, listen: str | None, enrol_listen: str, relay_rate: str, log_level: str) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C."""
+    from fusion.base.units import parse_rate
     from fusion.observe.logs import setup_logging
     from fusion_coordinator.descriptors import raise_limit
     from fusion_coordinator.server import Listen
+    from fusion_coordinator.settings import process_settings
     from fusion_coordinator.statedir import StateDir
 
     directory = _directory(state_dir)
     setup_logging("coordinator", log_level)
     raise_limit()
     listens = Listen(listen or StateDir(directory).config().listen, enrol_listen)
-    asyncio.run(_serve(directory, listens))
+    settings = process_settings()
+    if relay_rate:
+        rate = 0.0 if relay_rate.strip() == "0" else parse_rate("--relay-rate", relay_rate)
+        settings = replace(settings, relay_bytes_per_s=rate)
+    asyncio.run(_serve(directory, listens, settings))
 
 
-async def _serve(directory: Path, listens: Any) -> None:
+async def _serve(directory: Path, listens: Any, settings: Settings) -> None:
     from fusion_coordinator.server import serve as run_server
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await run_server(directory, listens, started=_print_started, stop=stop)
+    await run_server(directory, listens, settings=settings, started=_print_started, stop=stop)
 
 
 def _print_started(running: Running) -> None:

@@ -36,6 +36,7 @@ from fusion_coordinator.planning import Planner
 from fusion_coordinator.progress import JobProgress, ProgressBook, Signal
 from fusion_coordinator.recoder import as_before
 from fusion_coordinator.recoveries import Recoveries
+from fusion_coordinator.relay import RelayHub
 from fusion_coordinator.replanner import Replanner
 from fusion_coordinator.session import Session
 from fusion_coordinator.settings import Settings
@@ -93,6 +94,7 @@ class Controller:
         self._watches: dict[JobId, JobWatch] = {}
         self._sessions: dict[NodeId, Session] = {}
         self.links = LinkWatch()
+        self.relay = RelayHub(settings.relay_bytes_per_s, clock, self._may_be_joined, self._call_to_relay)
         self.timelines = Timelines()
         self.kept = KeptBook()
         self._planner = Planner(files)
@@ -387,6 +389,21 @@ class Controller:
         if session is not None:
             session.push(command)
 
+    def _may_be_joined(self, source: NodeId, target: NodeId) -> bool:
+        """Only nodes of one job, and those of which one measures the link to the other."""
+        if {source, target} & self.state.revoked:
+            return False
+        if self.links.measures(source, target):
+            return True
+        return any(
+            {source, target} <= {stage.node for stage in job.stages}
+            for job in self.state.jobs.values()
+            if not job.state.ended
+        )
+
+    def _call_to_relay(self, node: NodeId, connection: str) -> None:
+        self.push(node, node_pb2.Command(relay=node_pb2.RelayOrder(connection=connection)))
+
     def watching(self) -> set[NodeId]:
         """Return the nodes that take commands now."""
         return set(self._sessions)
@@ -410,6 +427,9 @@ class Controller:
             job_spec=job.spec,
             plan=plan_pb2.Plan.FromString(job.plan),
         )
+        nodes_of = [stage.node for stage in job.stages]
+        mine = nodes_of[stage]
+        message.relayed.extend(node for node in nodes_of if self.links.book.record(mine, node).relayed)
         if job.resume is not None:
             message.resume.step = job.resume.step
             for blob in job.resume.states:

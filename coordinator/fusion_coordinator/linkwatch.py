@@ -77,9 +77,15 @@ class LinkWatch:
                     there_bytes_per_s=link.there_bytes_per_s,
                     back_bytes_per_s=link.back_bytes_per_s,
                     probe_bytes=min(link.bytes, MOST_BYTES),
+                    relayed=link.relayed,
                 )
             elif link.node_id in idle:
                 self.book.failed(node, link.node_id, now_s, " ".join(link.reason.split())[:300])
+
+    def measures(self, source: NodeId, target: NodeId) -> bool:
+        """Whether `source` was told to measure the link to `target` and has not reported yet."""
+        order = self._orders.get(source)
+        return order is not None and order.wish.target == target
 
     def measuring(self, state: State, presences: Presences, idle: Collection[NodeId], now_s: float) -> bool:
         """Whether something about the nodes in contact is yet to be measured for the first time."""

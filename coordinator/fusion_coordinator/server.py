@@ -21,7 +21,7 @@ from fusion.observe.logs import fields
 from fusion.security.roles import Access, AioAuthorizer
 from fusion.security.tls import server_credentials
 from fusion.transport.channels import SERVER_OPTIONS
-from fusion.wire.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, node_pb2_grpc
+from fusion.wire.v1 import coordinator_pb2_grpc, enrolment_pb2_grpc, node_pb2_grpc, relay_pb2_grpc
 from fusion_coordinator import backup
 from fusion_coordinator.blobs import BlobFiles
 from fusion_coordinator.controller import Controller
@@ -32,6 +32,7 @@ from fusion_coordinator.services.control import NodeControlService
 from fusion_coordinator.services.enrolment import MAX_MESSAGE_BYTES, EnrolmentService
 from fusion_coordinator.services.guard import ErrorInterceptor
 from fusion_coordinator.services.jobs import JobsService
+from fusion_coordinator.services.relay import RelayService
 from fusion_coordinator.settings import Settings, process_settings
 from fusion_coordinator.statedir import Config, OwnCertificate, Running, StateDir
 from fusion_coordinator.store.sqlite import SqliteStore
@@ -182,6 +183,7 @@ class Coordinator:
         _register(coordinator_pb2_grpc.add_JobsServicer_to_server, jobs, server)
         _register(coordinator_pb2_grpc.add_BlobsServicer_to_server, blobs, server)
         _register(coordinator_pb2_grpc.add_AdminServicer_to_server, admin, server)
+        _register(relay_pb2_grpc.add_RelayServicer_to_server, RelayService(controller.relay), server)
         return server
 
     def _enrolment_server(self, controller: Controller) -> grpc.aio.Server:

@@ -52,6 +52,7 @@ class Settings:
     replan_ratio: float = 1.25  #: so many times faster it must be
     replan_wins: int = 2  #: in so many looks in a row
     replan_hold_off_s: float = 60.0  #: after the job began to run, or last moved
+    relay_bytes_per_s: float = 12.5e6  #: for nodes that cannot reach each other, all together; 0: none
     recode_wins: int = 2  #: looks in a row that must want other codecs
     recode_hold_off_s: float = 20.0  #: after the plan came into force, or the last change of codecs
 

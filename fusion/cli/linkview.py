@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fusion.protocol.jobstatus import JobStatus
     from fusion.protocol.metrics import StageMetrics
 
-_HEADING = ("LINK", "NODES", "CODEC", "RATIO", "PER STEP", "GOODPUT", "ENCODE", "DECODE", "WAITED")
+_HEADING = ("LINK", "NODES", "CODEC", "RATIO", "PER STEP", "GOODPUT", "ENCODE", "DECODE", "WAITED", "VIA")
 _UNKNOWN = "-"
 
 
@@ -22,7 +22,8 @@ def links_as_json(status: JobStatus) -> dict[str, Any] | None:
 
     All figures are of the last step and null where it did not measure them. `ratio` counts values and gradients,
     `bytes` everything. `waited_share` is the part of the step in which the receiving stage had nothing else to do.
-    `compression` is what a job is given to use the same codecs at the same steps again.
+    `relayed_by` is null for a link that needs no relay. `compression` is what a job is given to use the same codecs at
+    the same steps again.
     """
     from fusion.plan.codecs import codec_schedule, compression_text
 
@@ -30,18 +31,28 @@ def links_as_json(status: JobStatus) -> dict[str, Any] | None:
     if plan is None:
         return None
     measured, codecs = measured_stages(status, plan), codec_schedule(plan)
+    relays = {(link.source, link.target): link.by for link in status.relayed}
     step = max(1, status.step)
     return {
         "step": status.step,
         "compression": compression_text(plan),
         "links": [
-            _link(plan, link.source, link.target, codecs.at(step).of(link.source, link.target).name, measured)
+            _link(
+                plan,
+                link.source,
+                link.target,
+                codecs.at(step).of(link.source, link.target).name,
+                measured,
+                relays.get((link.source, link.target)),
+            )
             for link in plan.links
         ],
     }
 
 
-def _link(plan: Plan, source: int, target: int, codec: str, measured: dict[int, StageMetrics]) -> dict[str, Any]:
+def _link(
+    plan: Plan, source: int, target: int, codec: str, measured: dict[int, StageMetrics], relayed: str | None
+) -> dict[str, Any]:
     from fusion.base.ids import StageIndex
 
     sender, receiver = measured.get(source), measured.get(target)
@@ -60,6 +71,7 @@ def _link(plan: Plan, source: int, target: int, codec: str, measured: dict[int, 
         "bytes_per_s": None if got is None else got.bytes_per_s or None,
         "encode_s": None if coding is None else coding.encode_s,
         "decode_s": None if got is None else got.decode_s,
+        "relayed_by": relayed,
         "waited_share": None if got is None or step_s <= 0 else got.waited_s / step_s,
     }
 
@@ -89,4 +101,5 @@ def _row(link: dict[str, Any]) -> tuple[str, ...]:
         _UNKNOWN if link["encode_s"] is None else format_duration(link["encode_s"]),
         _UNKNOWN if link["decode_s"] is None else format_duration(link["decode_s"]),
         _UNKNOWN if share is None else f"{share:.0%}",
+        _UNKNOWN if link["relayed_by"] is None else printable(link["relayed_by"]),
     )

@@ -65,6 +65,10 @@ def status_as_json(status: JobStatus) -> dict[str, Any]:
         "submitted_s": status.submitted_wall_s,
         "finished_s": status.finished_wall_s or None,
         "owner": status.owner,
+        "relayed": [
+            {"source": link.source, "target": link.target, "by": link.by, "bytes": link.bytes}
+            for link in status.relayed
+        ],
     }
 
 

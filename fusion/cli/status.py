@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fusion.base.errors import UsageError
-from fusion.base.units import format_duration
+from fusion.base.units import format_bytes, format_duration
 from fusion.cli.output import coordinator_option, json_option, metrics_line, print_json, printable, status_as_json
 
 if TYPE_CHECKING:
@@ -99,6 +99,14 @@ def _show(job: JobStatus, with_plan: bool) -> None:
         click.echo(f"  {printable(job.reason)}")
     if job.last is not None:
         click.echo(f"  {metrics_line(job.last, job.steps)}")
+    for link in job.relayed:
+        way = f"{_stage(job, link.source)} reaches {_stage(job, link.target)}"
+        click.echo(f"  {way} through the {printable(link.by)}'s relay, {format_bytes(link.bytes)} so far")
     for number, stage in enumerate(() if with_plan else job.stages):
         operators = f"operators {stage.first_operator}..{stage.end_operator - 1}"
         click.echo(f"  stage {number}  {printable(stage.node_name)}  {operators}  {stage.parameters:,} parameters")
+
+
+def _stage(job: JobStatus, number: int) -> str:
+    name = job.stages[number].node_name if number < len(job.stages) else "?"
+    return f"stage {number} ({printable(name)})"

@@ -48,14 +48,21 @@ class LinkBook:
         there_bytes_per_s: float = 0.0,
         back_bytes_per_s: float = 0.0,
         probe_bytes: int = 0,
+        relayed: bool = False,
     ) -> None:
-        """Take a probe in which `source` dialled `target`; rates are 0 where only the round trip was measured."""
-        there, back = self.record(source, target).dialled(now_s), self.record(target, source)
+        """Take a probe in which `source` dialled `target`; rates are 0 where only the round trip was measured.
+
+        relayed: it went through the coordinator. Of the way back it says something only if the target, which dials by
+        itself, has to take the same way.
+        """
+        there, back = self.record(source, target).dialled(now_s, relayed=relayed), self.record(target, source)
+        same_way = back.dialled_s is None or back.relayed == relayed
         if _usable(round_trip_s, MAX_ROUND_TRIP_S):
-            there, back = there.with_round_trip(round_trip_s), back.with_round_trip(round_trip_s)
+            there = there.with_round_trip(round_trip_s)
+            back = back.with_round_trip(round_trip_s) if same_way else back
         if _usable(there_bytes_per_s, MAX_RATE_BYTES_PER_S):
             there = there.with_rate(there_bytes_per_s, now_s, probe_bytes)
-        if _usable(back_bytes_per_s, MAX_RATE_BYTES_PER_S):
+        if same_way and _usable(back_bytes_per_s, MAX_RATE_BYTES_PER_S):
             back = back.with_rate(back_bytes_per_s, now_s, probe_bytes)
         self._records[source, target], self._records[target, source] = there, back
 

@@ -81,6 +81,7 @@ class LinkRecord:
     dialled_s: float | None = None  #: when the source last dialled the target
     failures: int = 0  #: of dialling, in a row
     reason: str = ""  #: of the last failure
+    relayed: bool = False  #: whether the source reaches the target only through the coordinator's relay
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -131,9 +132,10 @@ class LinkRecord:
             return self
         return self.with_rate(rate, now_s)
 
-    def dialled(self, now_s: float) -> LinkRecord:
-        """Return the record after the target has answered."""
-        return replace(self, dialled_s=now_s, failures=0, reason="")
+    def dialled(self, now_s: float, *, relayed: bool = False) -> LinkRecord:
+        """Return the record after the target has answered; what was measured along another way is forgotten."""
+        record = self if relayed == self.relayed else LinkRecord(relayed=relayed)
+        return replace(record, dialled_s=now_s, failures=0, reason="")
 
     def refused(self, reason: str, now_s: float) -> LinkRecord:
         """Return the record after the target could not be reached."""

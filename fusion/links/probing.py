@@ -119,7 +119,8 @@ class _Search:
         rates = [record.rate_bytes_per_s for record in (there, back) if record.rates]
         round_trip_s = self._book.record(one, other).round_trip_s or self._book.record(other, one).round_trip_s
         size = probe_size(max(rates, default=0.0), round_trip_s or 0.0)
-        if len(rates) == 2 and (2 * min(there.probe_bytes, back.probe_bytes) >= size or self._transferred(there, back)):
+        long_enough = 2 * min(there.probe_bytes, back.probe_bytes) >= size or there.relayed != back.relayed
+        if len(rates) == 2 and (long_enough or self._transferred(there, back)):
             return None
         return self._dial(one, other, size)
 

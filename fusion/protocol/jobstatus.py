@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fusion.base.ids import NodeId
+from fusion.base.ids import NodeId, StageIndex
 from fusion.plan.types import Plan
 from fusion.protocol.job import BlobRef, blob_from_proto
 from fusion.protocol.metrics import StepMetrics, metrics_from_proto
@@ -55,6 +55,16 @@ class StageStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayedLink:
+    """A directed pair of stages whose connection goes through a relay now."""
+
+    source: StageIndex  #: that dials
+    target: StageIndex
+    by: str  #: "coordinator"
+    bytes: int  #: both ways, TLS included, since the relay began
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """A job at one moment."""
 
@@ -73,6 +83,7 @@ class JobStatus:
     graph: BlobRef | None = None
     weights: BlobRef | None = None  #: initial
     plan: Plan | None = None  #: in force, or the last one
+    relayed: tuple[RelayedLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +134,10 @@ def status_from_proto(message: coordinator_pb2.JobStatus) -> JobStatus:
         graph=blob_from_proto(message.graph) if message.HasField("graph") else None,
         weights=blob_from_proto(message.weights) if message.HasField("weights") else None,
         plan=plan_from_proto(message.plan) if message.plan.stages else None,
+        relayed=tuple(
+            RelayedLink(StageIndex(link.source), StageIndex(link.target), link.by, link.bytes)
+            for link in message.relayed
+        ),
     )
 
 

@@ -61,6 +61,8 @@ METHOD_ROLES: dict[str, frozenset[Role]] = {
     "/fusion.wire.v1.Probe/Ping": _NODE,
     "/fusion.wire.v1.Probe/Upload": _NODE,
     "/fusion.wire.v1.Probe/Download": _NODE,
+    "/fusion.wire.v1.Relay/Connect": _NODE,
+    "/fusion.wire.v1.Relay/Accept": _NODE,
 }
 
 ERROR_KEY = "fusion-error"  #: trailing metadata: the class of our error tree that a status stands for

@@ -38,6 +38,7 @@ from fusion_node.localport import EmulateSpeed, listening
 from fusion_node.outbox import Outbox
 from fusion_node.probes import ProbePort, measure
 from fusion_node.reachability import DEFAULT_LISTEN, NotReachableError, Reachability, find_out
+from fusion_node.relaying import Relays
 from fusion_node.renewal import keep_renewed
 from fusion_node.stateclerk import StateClerk
 from fusion_node.statefiles import StateFiles, state_directories
@@ -129,6 +130,8 @@ class Daemon:
         self._states = StateFiles(self._state_dirs)
         self._clerk = StateClerk(self._states, self._control, lambda: self._agent.incarnation)
         self._probes = ProbePort(credentials.cluster, lambda: self._credentials)
+        self._relays = Relays(lambda: self._credentials)
+        self._relayed: set[str] = set()  #: nodes that the last measurement reached only through the coordinator
         self._hardware: Hardware | None = None
         self._reachability: Reachability | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -179,6 +182,7 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._supervisor.close()
         await self._probes.release()
+        await self._relays.close()
         await self._control.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -277,7 +281,7 @@ class Daemon:
             allow_data=tuple(str(path) for path in settings.allow_data),
             state_dirs=tuple(str(path) for path in self._state_dirs),
             emulate_flops=self._emulate_flops,
-            routes=settings.routes,
+            routes=settings.routes | self._relay_routes(assignment.payload),
         )
         name = f"worker-{ref.job}-e{ref.epoch}-s{ref.stage}"
         history.note(
@@ -286,6 +290,16 @@ class Daemon:
         log.info(f"starting a worker for {ref}", extra=fields(log=settings.home / "logs" / f"{name}.log"))
         self._probes.want("")
         self._supervisor.start(config, name, self._make_room)
+
+    def _relay_routes(self, payload: bytes) -> dict[str, str]:
+        """Return where the worker dials, instead of their addresses, the stages that this node cannot reach."""
+        try:
+            message = plan_pb2.Assignment.FromString(payload)
+        except DecodeError:
+            return {}  # the worker will say what is wrong with it
+        relayed = self._relayed | set(message.relayed)
+        stages = [stage for stage in message.plan.stages if stage.node_id in relayed]
+        return {stage.address: self._relays.route(stage.node_id) for stage in stages}
 
     async def _make_room(self) -> None:
         """Before a worker starts: the port is free, and nobody writes the states that were never finished."""
@@ -454,6 +468,9 @@ class Daemon:
                 self._probes.service.let_in(command.probe.callers)
                 if command.probe.targets:
                     self._spawn(self._probe(incarnation, command.probe), "probe")
+            case "relay":
+                if self._reachability is not None:
+                    self._relays.accept(command.relay.connection, self._reachability.listen)
             case _:
                 return  # a ping, or what a newer coordinator knows
 
@@ -461,7 +478,9 @@ class Daemon:
         """Measure the links that the coordinator asks for, and tell it. It asks again for what it does not hear of."""
         report = node_pb2.LinksReport(incarnation=incarnation)
         for target in order.targets:
-            report.links.append(await measure(target, self._credentials, self._settings.routes))
+            found = await measure(target, self._credentials, self._settings.routes, self._relays)
+            (self._relayed.add if found.relayed else self._relayed.discard)(target.node_id)
+            report.links.append(found)
         try:
             await self._control.report_links(report)
         except FusionError as error:

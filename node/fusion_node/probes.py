@@ -28,6 +28,7 @@ from fusion.security.tls import CredentialsSource, caller, node_server_name, ser
 from fusion.transport.channels import DATA_PLANE_CLIENT_OPTIONS, DATA_PLANE_SERVER_OPTIONS, open_aio_channel
 from fusion.wire.v1 import node_pb2, probe_pb2, probe_pb2_grpc
 from fusion_node.reachability import check_advertised
+from fusion_node.relaying import Relays
 
 log = logging.getLogger("fusion.node.probes")
 
@@ -37,6 +38,7 @@ LET_IN_S = 60.0
 LET_IN_BYTES = 4 * MAX_BYTES  #: that a caller may make us take or send in that time
 MEASURE_S = 4.0  #: one way; what has come by then is enough
 CONNECT_S, CALL_S = 6.0, 10.0
+RELAYED_PROBE_BYTES = 256 * KIB  #: where only a round trip was asked for
 PINGS = 4
 _NOT_YET_TRIES, _NOT_YET_PAUSE_S = 8, 0.25  #: the other side may hear later than we that we come
 #: Flow control must not be what is measured.
@@ -170,23 +172,48 @@ class ProbePort:
 
 
 async def measure(
-    target: node_pb2.ProbeTarget, credentials: Credentials, routes: Mapping[str, str]
+    target: node_pb2.ProbeTarget, credentials: Credentials, routes: Mapping[str, str], relays: Relays | None = None
 ) -> node_pb2.LinkReport:
     """Dial a node and measure the link to it and back; what cannot be measured is told in the report.
 
     A node whose worker holds the port answers too, by a refusal: it is reachable, and a round trip is a round trip.
+    One that cannot be dialled is tried through the coordinator, and then its goodput is always measured: it has
+    little to do with that of the other way.
     """
     try:
         check_advertised(target.address, credentials.coordinator)
-        address = routes.get(target.address, target.address)
-        name = node_server_name(credentials.cluster, target.node_id)
-        channel = open_aio_channel(address, credentials, name, (*DATA_PLANE_CLIENT_OPTIONS, *_WINDOW))
         try:
-            return await _Probe(target, channel).run()
-        finally:
-            await channel.close(None)
+            return await _measured(target, credentials, routes.get(target.address, target.address))
+        except UnreachableError as error:
+            if relays is None:
+                raise
+            return await _relayed(target, credentials, relays, error)
     except (ConfigError, UnreachableError, AuthError, WireError) as error:
         return node_pb2.LinkReport(node_id=target.node_id, reason=str(error)[:300])
+
+
+async def _relayed(
+    target: node_pb2.ProbeTarget, credentials: Credentials, relays: Relays, cause: UnreachableError
+) -> node_pb2.LinkReport:
+    asked = node_pb2.ProbeTarget(
+        node_id=target.node_id, address=target.address, bytes=target.bytes or RELAYED_PROBE_BYTES
+    )
+    try:
+        report = await _measured(asked, credentials, relays.route(target.node_id))
+    except UnreachableError as error:
+        words = relays.last_words.get(target.node_id) or str(error)
+        raise UnreachableError(f"{cause}; through the coordinator: {words}") from None
+    report.relayed = True
+    return report
+
+
+async def _measured(target: node_pb2.ProbeTarget, credentials: Credentials, address: str) -> node_pb2.LinkReport:
+    name = node_server_name(credentials.cluster, target.node_id)
+    channel = open_aio_channel(address, credentials, name, (*DATA_PLANE_CLIENT_OPTIONS, *_WINDOW))
+    try:
+        return await _Probe(target, channel).run()
+    finally:
+        await channel.close(None)
 
 
 class _Probe:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from fusion.base.address import join_address, split_address
 from fusion.base.errors import ConfigError, UnreachableError
+from fusion.base.units import format_rate
 
 if TYPE_CHECKING:
     from fusion.wire.v1 import node_pb2
@@ -52,7 +53,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _is_wildcard(host: str) -> bool:
+def is_wildcard(host: str) -> bool:
+    """Whether `host` stands for all addresses of a machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -131,21 +133,28 @@ async def find_out(listen: str, advertise: str, coordinator: str, probe: Probe) 
     async with nonce_listener(listen, nonce) as port:
         if advertise:
             host, advertised_port = split_address("--advertise", advertise, port)
-        elif _is_wildcard(listen_host):
+        elif is_wildcard(listen_host):
             host, advertised_port = (await probe("", b"")).seen_host, port
         else:
             host, advertised_port = listen_host, port
         address = check_advertised(join_address(host, advertised_port), coordinator)
         answer = await probe(address, nonce)
-    detail = "" if answer.reachable else _what_to_open(address, port, answer.detail)
+    detail = "" if answer.reachable else _what_to_open(address, port, answer)
     return Reachability(join_address(listen_host, port), address, answer.reachable, detail)
 
 
-def _what_to_open(address: str, port: int, detail: str) -> str:
+def _what_to_open(address: str, port: int, answer: node_pb2.ProbeResponse) -> str:
     host, advertised_port = split_address("address", address)
-    detail = detail.removeprefix(f"{address}: ")
+    detail = answer.detail.removeprefix(f"{address}: ")
     return (
         f"other nodes cannot reach this one at {address} ({detail or 'no connection'}): let TCP connections to "
         f"{host} port {advertised_port} through to port {port} of this machine (firewall, port forwarding of the "
-        "router), or state with --advertise HOST:PORT where it can be reached"
+        f"router), or state with --advertise HOST:PORT where it can be reached; {_until_then(answer.relay_bytes_per_s)}"
     )
+
+
+def _until_then(relay_bytes_per_s: float) -> str:
+    if not relay_bytes_per_s:
+        return "until then no node that has to dial it can train with it, as the coordinator relays nothing"
+    rate = format_rate(relay_bytes_per_s)
+    return f"until then the coordinator relays what is sent to it, at most {rate} for all nodes together"

@@ -23,6 +23,7 @@ import fusion
 from fusion.cli.democluster import DemoCluster, free_ports
 from fusion.cli.helpers import Helper, Helpers, last_line, run_once
 from fusion.job.client import Client
+from fusion.plan.types import Cluster as PlannedCluster
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 WITHIN_S = 40.0  #: the product's promise: after a process was killed, so soon everybody knows
@@ -59,12 +60,25 @@ class KeptHelpers(Helpers):
         return new
 
 
-class Cluster:
-    """A coordinator and nodes `node-0`.. of equal stated speed, one thread each; use it in a `with` block."""
+class HidingHelpers(KeptHelpers):
+    """Helpers whose nodes state an address at which nothing listens, as if a router let nobody through to them."""
 
-    def __init__(self, directory: Path, nodes: int = 4) -> None:
+    def start(self, name, module, arguments, environment, *, prefix=()) -> Helper:
+        arguments = list(arguments)
+        if "--advertise" in arguments:
+            arguments[arguments.index("--advertise") + 1] = f"127.0.0.1:{free_ports(1)[0]}"
+        return super().start(name, module, arguments, environment, prefix=prefix)
+
+
+class Cluster:
+    """A coordinator and nodes `node-0`.. of equal stated speed, one thread each; use it in a `with` block.
+
+    `hidden`: no node can be dialled where it says that it is.
+    """
+
+    def __init__(self, directory: Path, nodes: int = 4, *, hidden: bool = False) -> None:
         self.directory = directory
-        self.helpers = KeptHelpers(directory / "logs")
+        self.helpers = (HidingHelpers if hidden else KeptHelpers)(directory / "logs")
         self._demo = DemoCluster(self.helpers, directory, nodes)
         self._before = set(psutil.Process().children(recursive=True))
 
@@ -149,6 +163,10 @@ class Cluster:
         """Return the ports that each process listens on, by "coordinator", "node-0", "node-0's worker"."""
         found = {name: ports_of(self.process(name)) for name in self.helpers.named}
         return found | {f"{name}'s worker": ports_of(worker) for name, worker in self.workers().items()}
+
+    def wait_for_links(self) -> PlannedCluster:
+        """Return the cluster as planners see it once all its links are measured."""
+        return self._demo.wait_for_links()
 
     # ---- jobs ----
 

@@ -322,11 +322,14 @@ def test_links_are_shown_with_their_codec_now_and_what_it_costs():
         "bytes_per_s": 4000.0,
         "encode_s": 0.5,
         "decode_s": 0.125,
+        "relayed_by": None,
         "waited_share": 0.5,
     }
     lines = link_lines(status)
     assert "0 -> 1  a -> b  bf16   2.0" in lines[1]
-    assert lines[1].endswith("50%")
+    assert lines[1].split()[-2:] == ["50%", "-"]
+    message.relayed.add(source=0, target=1, by="coordinator", bytes=70)
+    assert link_lines(status_from_proto(message))[1].split()[-2:] == ["50%", "coordinator"]
     message.ClearField("last")
     unmeasured = links_as_json(status_from_proto(message))
     assert unmeasured is not None

@@ -293,3 +293,44 @@ def test_without_any_measurement_there_is_nothing_to_plan_by():
     view = view_of(LinkBook(), ["a", "b"])
     assert not view.anything
     assert view.default is None
+
+
+# ---- through the coordinator's relay ----
+
+
+def test_a_relayed_link_has_figures_of_its_own_beside_a_direct_way_back():
+    book = LinkBook()
+    book.probed(
+        "a", "b", 0.0, round_trip_s=0.02, there_bytes_per_s=9 * MB, back_bytes_per_s=8 * MB, probe_bytes=MOST_BYTES
+    )
+    assert book.estimate("b", "a") == LinkEstimate(8 * MB, 0.02)  # as the dialling end saw it
+    book.probed(
+        "b",
+        "a",
+        1.0,
+        round_trip_s=0.09,
+        there_bytes_per_s=1 * MB,
+        back_bytes_per_s=2 * MB,
+        probe_bytes=FIRST_BYTES,
+        relayed=True,
+    )
+    assert book.estimate("b", "a") == LinkEstimate(1 * MB, 0.09)
+    assert book.estimate("a", "b") == LinkEstimate(9 * MB, 0.02)
+    book.probed("a", "b", 2.0, round_trip_s=0.02, there_bytes_per_s=9 * MB, back_bytes_per_s=8 * MB)
+    assert book.estimate("b", "a") == LinkEstimate(1 * MB, 0.09)
+    assert book.record("b", "a").relayed
+    assert next_probes(book, ["a", "b"], {"a", "b"}, set(), 3.0) == []  # nothing is measured over and over
+
+    book.probed("b", "a", 4.0, round_trip_s=0.03, there_bytes_per_s=7 * MB, back_bytes_per_s=9 * MB)
+    assert not book.record("b", "a").relayed  # its owner has opened the port
+    assert book.estimate("b", "a") == LinkEstimate(7 * MB, 0.03)
+
+
+def test_two_nodes_that_both_need_the_relay_have_a_link_in_the_plan():
+    book = LinkBook()
+    for source, target in (("a", "b"), ("b", "a")):
+        book.probed(source, target, 0.0, round_trip_s=0.05, there_bytes_per_s=MB, back_bytes_per_s=MB, relayed=True)
+    assert view_of(book, ["a", "b"]).pairs == {
+        ("a", "b"): LinkEstimate(MB, 0.05),
+        ("b", "a"): LinkEstimate(MB, 0.05),
+    }

@@ -20,8 +20,8 @@ NEAR = "127.0.0.1:7443"
 class Coordinator:
     """Answers probes; connects to where it is told to, unless it has a fixed answer."""
 
-    def __init__(self, seen_host: str, fixed: bool | None = None, dial: str = "") -> None:
-        self.seen_host, self.fixed, self.dial = seen_host, fixed, dial
+    def __init__(self, seen_host: str, fixed: bool | None = None, dial: str = "", relays: float = 0.0) -> None:
+        self.seen_host, self.fixed, self.dial, self.relays = seen_host, fixed, dial, relays
         self.asked: list[str] = []
 
     async def probe(self, address: str, nonce: bytes) -> node_pb2.ProbeResponse:
@@ -29,7 +29,8 @@ class Coordinator:
         if not address:
             return node_pb2.ProbeResponse(seen_host=self.seen_host)
         if self.fixed is not None:
-            return node_pb2.ProbeResponse(reachable=self.fixed, detail="connection timed out")
+            detail = "connection timed out"
+            return node_pb2.ProbeResponse(reachable=self.fixed, detail=detail, relay_bytes_per_s=self.relays)
         host, _, port = (self.dial or address).rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         got = await reader.readexactly(len(nonce))
@@ -57,6 +58,12 @@ def test_p1_a_node_that_nobody_reaches_says_what_to_open():
     for words in (f"198.51.100.7:{port}", "connection timed out", f"TCP connections to 198.51.100.7 port {port}"):
         assert words in result.detail
     assert "--advertise" in result.detail
+    assert result.detail.endswith("as the coordinator relays nothing")
+
+
+def test_a_node_that_nobody_reaches_says_that_it_will_be_relayed_and_how_fast_at_most():
+    result = found(Coordinator("198.51.100.7", fixed=False, relays=12.5e6), f"0.0.0.0:{free_port()}")
+    assert result.detail.endswith("relays what is sent to it, at most 100 Mbit/s for all nodes together")
 
 
 def test_p22_the_address_that_the_coordinator_sees_is_advertised_never_the_wildcard():

@@ -25,11 +25,23 @@ from fusion.wire.v1 import (
     peer_pb2,
     plan_pb2,
     probe_pb2,
+    relay_pb2,
     tensor_pb2,
 )
 
 CLUSTER = ClusterId("abcdefghij")
-FILES = (coordinator_pb2, enrolment_pb2, graph_pb2, job_pb2, node_pb2, peer_pb2, plan_pb2, probe_pb2, tensor_pb2)
+FILES = (
+    coordinator_pb2,
+    enrolment_pb2,
+    graph_pb2,
+    job_pb2,
+    node_pb2,
+    peer_pb2,
+    plan_pb2,
+    probe_pb2,
+    relay_pb2,
+    tensor_pb2,
+)
 
 
 def all_methods():

@@ -179,12 +179,15 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
     async def ProbeReachability(self, request: node_pb2.ProbeRequest, context: Any) -> node_pb2.ProbeResponse:  # noqa: N802
         """Say where the call comes from and, if an address is stated, whether the caller is reached there."""
         host = host_of(context)
+        answer = node_pb2.ProbeResponse(seen_host=host, relay_bytes_per_s=self._controller.relay.bytes_per_s)
         if not request.address:
-            return node_pb2.ProbeResponse(seen_host=host)
+            return answer
         if not self._probes.take(who(context).identity, self._controller.clock.monotonic_s()):
-            return node_pb2.ProbeResponse(detail="too many probes; try again in a few seconds", seen_host=host)
+            answer.detail = "too many probes; try again in a few seconds"
+            return answer
         found = await addresses.probe(request.address, request.nonce, host)
-        return node_pb2.ProbeResponse(reachable=found.reachable, detail=found.detail, seen_host=host)
+        answer.reachable, answer.detail = found.reachable, found.detail
+        return answer
 
     async def Renew(self, request: node_pb2.RenewRequest, context: Any) -> node_pb2.RenewResponse:  # noqa: N802
         """Return a new certificate for the caller's own key."""

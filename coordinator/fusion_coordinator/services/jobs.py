@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 from fusion.base.errors import ConfigError, UnreachableError
-from fusion.base.ids import JobId, random_id
+from fusion.base.ids import JobId, NodeId, random_id
 from fusion.protocol.job import JobSpec, job_from_proto
 from fusion.security.tls import Caller
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc, job_pb2, node_pb2, plan_pb2, tensor_pb2
@@ -17,6 +17,7 @@ from fusion_coordinator import admission
 from fusion_coordinator.controller import Controller
 from fusion_coordinator.decide import jobs, pausing
 from fusion_coordinator.progress import JobProgress
+from fusion_coordinator.relay import Traffic
 from fusion_coordinator.services.guard import who
 from fusion_coordinator.state import AnyEvent, State
 from fusion_coordinator.state.records import JobRecord
@@ -210,13 +211,28 @@ class JobsService(coordinator_pb2_grpc.JobsServicer):
         return jobs.visible(self._controller.state, job_id, caller.identity, caller.role)
 
     async def _status(self, job: JobRecord) -> coordinator_pb2.JobStatus:
-        return status_message(job, await self._controller.job_progress(job))
+        message = status_message(job, await self._controller.job_progress(job))
+        if not job.state.ended:
+            message.relayed.extend(_relayed(job, self._controller.relay.standing()))
+        return message
 
     def close(self) -> None:
         """Let no further check begin."""
         for task in self._submitting.values():
             task.cancel()
         self._checkers.shutdown(wait=False, cancel_futures=True)
+
+
+def _relayed(
+    job: JobRecord, standing: Mapping[tuple[NodeId, NodeId], Traffic]
+) -> Iterator[coordinator_pb2.RelayedLink]:
+    """Yield the links of a job that go through the relay now."""
+    stages = {stage.node: number for number, stage in enumerate(job.stages)}
+    for (source, target), traffic in standing.items():
+        if source in stages and target in stages:
+            yield coordinator_pb2.RelayedLink(
+                source=stages[source], target=stages[target], by="coordinator", bytes=traffic.bytes
+            )
 
 
 def _check_division(request: coordinator_pb2.MoveRequest) -> None:

@@ -150,6 +150,7 @@ class JobStatus(google.protobuf.message.Message):
     OWNER_FIELD_NUMBER: builtins.int
     GRAPH_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
+    RELAYED_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     name: builtins.str
     state: Global___JobState.ValueType
@@ -177,6 +178,10 @@ class JobStatus(google.protobuf.message.Message):
 
     @property
     def weights(self) -> fusion.wire.v1.tensor_pb2.BlobRef: ...
+    @property
+    def relayed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RelayedLink]:
+        """of the plan in force"""
+
     def __init__(
         self,
         *,
@@ -194,11 +199,41 @@ class JobStatus(google.protobuf.message.Message):
         owner: builtins.str = ...,
         graph: fusion.wire.v1.tensor_pb2.BlobRef | None = ...,
         weights: fusion.wire.v1.tensor_pb2.BlobRef | None = ...,
+        relayed: collections.abc.Iterable[Global___RelayedLink] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["graph", b"graph", "last", b"last", "plan", b"plan", "weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finished_wall_s", b"finished_wall_s", "graph", b"graph", "job_id", b"job_id", "last", b"last", "name", b"name", "owner", b"owner", "plan", b"plan", "reason", b"reason", "stage_weights", b"stage_weights", "state", b"state", "step", b"step", "steps", b"steps", "submitted_wall_s", b"submitted_wall_s", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finished_wall_s", b"finished_wall_s", "graph", b"graph", "job_id", b"job_id", "last", b"last", "name", b"name", "owner", b"owner", "plan", b"plan", "reason", b"reason", "relayed", b"relayed", "stage_weights", b"stage_weights", "state", b"state", "step", b"step", "steps", b"steps", "submitted_wall_s", b"submitted_wall_s", "weights", b"weights"]) -> None: ...
 
 Global___JobStatus: typing_extensions.TypeAlias = JobStatus
+
+@typing.final
+class RelayedLink(google.protobuf.message.Message):
+    """A directed pair of stages whose connection goes through a relay now."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    source: builtins.int
+    """the stage that dials"""
+    target: builtins.int
+    by: builtins.str
+    """"coordinator" """
+    bytes: builtins.int
+    """both ways, TLS included, since the relay began"""
+    def __init__(
+        self,
+        *,
+        source: builtins.int = ...,
+        target: builtins.int = ...,
+        by: builtins.str = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by", b"by", "bytes", b"bytes", "source", b"source", "target", b"target"]) -> None: ...
+
+Global___RelayedLink: typing_extensions.TypeAlias = RelayedLink
 
 @typing.final
 class StepMetrics(google.protobuf.message.Message):

@@ -261,6 +261,7 @@ class Command(google.protobuf.message.Message):
     UPLOAD_FIELD_NUMBER: builtins.int
     CODECS_FIELD_NUMBER: builtins.int
     REPORT_STATES_FIELD_NUMBER: builtins.int
+    RELAY_FIELD_NUMBER: builtins.int
     @property
     def assign(self) -> fusion.wire.v1.plan_pb2.Assignment: ...
     @property
@@ -279,6 +280,8 @@ class Command(google.protobuf.message.Message):
     def codecs(self) -> Global___SetCodecs: ...
     @property
     def report_states(self) -> Global___ReportStatesOrder: ...
+    @property
+    def relay(self) -> Global___RelayOrder: ...
     def __init__(
         self,
         *,
@@ -290,10 +293,11 @@ class Command(google.protobuf.message.Message):
         upload: Global___UploadStates | None = ...,
         codecs: Global___SetCodecs | None = ...,
         report_states: Global___ReportStatesOrder | None = ...,
+        relay: Global___RelayOrder | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "report_states", b"report_states", "stop", b"stop", "upload", b"upload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "report_states", b"report_states", "stop", b"stop", "upload", b"upload"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold", "upload", "codecs", "report_states"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "relay", b"relay", "report_states", b"report_states", "stop", b"stop", "upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "body", b"body", "codecs", b"codecs", "hold", b"hold", "ping", b"ping", "probe", b"probe", "relay", b"relay", "report_states", b"report_states", "stop", b"stop", "upload", b"upload"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["assign", "stop", "ping", "probe", "hold", "upload", "codecs", "report_states", "relay"] | None: ...
 
 Global___Command: typing_extensions.TypeAlias = Command
 
@@ -457,6 +461,23 @@ class StatesReportResponse(google.protobuf.message.Message):
 Global___StatesReportResponse: typing_extensions.TypeAlias = StatesReportResponse
 
 @typing.final
+class RelayOrder(google.protobuf.message.Message):
+    """Another node wants to connect to this one and cannot: call Relay.Accept, and join it to the data plane's port."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONNECTION_FIELD_NUMBER: builtins.int
+    connection: builtins.str
+    def __init__(
+        self,
+        *,
+        connection: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connection", b"connection"]) -> None: ...
+
+Global___RelayOrder: typing_extensions.TypeAlias = RelayOrder
+
+@typing.final
 class StopWorker(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -568,6 +589,7 @@ class LinkReport(google.protobuf.message.Message):
     THERE_BYTES_PER_S_FIELD_NUMBER: builtins.int
     BACK_BYTES_PER_S_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    RELAYED_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     """of the one that was dialled"""
     reachable: builtins.bool
@@ -580,6 +602,8 @@ class LinkReport(google.protobuf.message.Message):
     """goodput from it"""
     bytes: builtins.int
     """that were sent each way"""
+    relayed: builtins.bool
+    """it cannot be dialled; all of this was measured through the coordinator's relay"""
     def __init__(
         self,
         *,
@@ -590,8 +614,9 @@ class LinkReport(google.protobuf.message.Message):
         there_bytes_per_s: builtins.float = ...,
         back_bytes_per_s: builtins.float = ...,
         bytes: builtins.int = ...,
+        relayed: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["back_bytes_per_s", b"back_bytes_per_s", "bytes", b"bytes", "node_id", b"node_id", "reachable", b"reachable", "reason", b"reason", "round_trip_s", b"round_trip_s", "there_bytes_per_s", b"there_bytes_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["back_bytes_per_s", b"back_bytes_per_s", "bytes", b"bytes", "node_id", b"node_id", "reachable", b"reachable", "reason", b"reason", "relayed", b"relayed", "round_trip_s", b"round_trip_s", "there_bytes_per_s", b"there_bytes_per_s"]) -> None: ...
 
 Global___LinkReport: typing_extensions.TypeAlias = LinkReport
 
@@ -1005,18 +1030,22 @@ class ProbeResponse(google.protobuf.message.Message):
     REACHABLE_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     SEEN_HOST_FIELD_NUMBER: builtins.int
+    RELAY_BYTES_PER_S_FIELD_NUMBER: builtins.int
     reachable: builtins.bool
     detail: builtins.str
     seen_host: builtins.str
     """the caller's address as the coordinator sees it"""
+    relay_bytes_per_s: builtins.float
+    """that the coordinator relays for all nodes together; 0: none"""
     def __init__(
         self,
         *,
         reachable: builtins.bool = ...,
         detail: builtins.str = ...,
         seen_host: builtins.str = ...,
+        relay_bytes_per_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "reachable", b"reachable", "seen_host", b"seen_host"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "reachable", b"reachable", "relay_bytes_per_s", b"relay_bytes_per_s", "seen_host", b"seen_host"]) -> None: ...
 
 Global___ProbeResponse: typing_extensions.TypeAlias = ProbeResponse
 

@@ -220,6 +220,7 @@ class Assignment(google.protobuf.message.Message):
     JOB_SPEC_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
+    RELAYED_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     cluster_id: builtins.str
     stage: builtins.int
@@ -231,6 +232,10 @@ class Assignment(google.protobuf.message.Message):
     def resume(self) -> Global___Resume:
         """absent: from the first step"""
 
+    @property
+    def relayed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """nodes that this one cannot dial: it reaches them through the coordinator's relay"""
+
     def __init__(
         self,
         *,
@@ -240,9 +245,10 @@ class Assignment(google.protobuf.message.Message):
         job_spec: builtins.bytes = ...,
         plan: Global___Plan | None = ...,
         resume: Global___Resume | None = ...,
+        relayed: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["plan", b"plan", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "job_id", b"job_id", "job_spec", b"job_spec", "plan", b"plan", "resume", b"resume", "stage", b"stage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "job_id", b"job_id", "job_spec", b"job_spec", "plan", b"plan", "relayed", b"relayed", "resume", b"resume", "stage", b"stage"]) -> None: ...
 
 Global___Assignment: typing_extensions.TypeAlias = Assignment
 
