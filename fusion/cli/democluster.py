@@ -46,9 +46,15 @@ class DemoNode:
 class DemoCluster:
     """Runs until `helpers` are stopped. Everything lies below `directory`."""
 
-    def __init__(self, helpers: Helpers, directory: Path, nodes: int | Sequence[DemoNode]) -> None:
-        """`nodes`: so many equal ones, node-0 and so on, or whatever they are."""
-        self._helpers, self._directory = helpers, directory
+    def __init__(
+        self, helpers: Helpers, directory: Path, nodes: int | Sequence[DemoNode], *, relays: bool = False
+    ) -> None:
+        """`nodes`: so many equal ones, node-0 and so on, or whatever they are.
+
+        relays: whether nodes that cannot reach each other are joined by the coordinator; what it relays takes no
+        emulated link.
+        """
+        self._helpers, self._directory, self._relays = helpers, directory, relays
         self.environment = _environment(directory)
         equal = [DemoNode(f"node-{number}") for number in range(nodes)] if isinstance(nodes, int) else nodes
         self._made = {node.name: node for node in equal}
@@ -68,6 +74,7 @@ class DemoCluster:
         listen = ["--listen", self.address]
         run_once("fusion-coordinator init", "fusion_coordinator.cli", ["init", *listen], self.environment)
         serve = ["serve", *listen, "--enrol-listen", self._enrol_address]
+        serve += [] if self._relays else ["--relay-rate", "0"]
         self._helpers.start("coordinator", "fusion_coordinator.cli", serve, self.environment)
         self._wait_for_port(self.address)
         with self._admin() as client:

@@ -241,7 +241,8 @@ def test_a_cluster_learns_its_links_and_sites_over_a_wan(tmp_path: Path, monkeyp
             await asyncio.sleep(2.0)  # the second, longer probes of fast links
             return await asyncio.to_thread(live_cluster, coordinator.address, coordinator.admin())
 
-    with CoordinatorProcess(tmp_path / "coordinator", {"probes": True, "probe_s": 0.1}) as coordinator:
+    settings = {"probes": True, "probe_s": 0.1, "relay_bytes_per_s": 0.0}
+    with CoordinatorProcess(tmp_path / "coordinator", settings) as coordinator:
         cluster = asyncio.run(scenario(coordinator))
     node = {one.name: one for one in cluster.nodes}
     assert node["a"].site == node["b"].site != node["c"].site

@@ -79,7 +79,7 @@ class Cluster:
     def __init__(self, directory: Path, nodes: int = 4, *, hidden: bool = False) -> None:
         self.directory = directory
         self.helpers = (HidingHelpers if hidden else KeptHelpers)(directory / "logs")
-        self._demo = DemoCluster(self.helpers, directory, nodes)
+        self._demo = DemoCluster(self.helpers, directory, nodes, relays=hidden)
         self._before = set(psutil.Process().children(recursive=True))
 
     def __enter__(self) -> Cluster:
