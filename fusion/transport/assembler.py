@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fusion.base.errors import WireError
 from fusion.base.ids import StageIndex
-from fusion.base.units import KIB, MIB
+from fusion.base.units import KIB
 from fusion.graph.dag import DTYPE_BYTES
 from fusion.observe import failpoints, history
 from fusion.protocol.header import describe, elements, header_from_proto, span_bytes
 from fusion.protocol.messages import MessageHeader, MessageKind, Session
 from fusion.transport.base import Incoming
+from fusion.transport.buffers import BufferPool
 from fusion.transport.frames import FREE_BYTES, MAX_CHUNK_BYTES, Chunk, Standing
 from fusion.transport.window import Window
 from fusion.wire.v1 import peer_pb2
@@ -36,9 +35,7 @@ _STEPS_REMEMBERED = 4  #: stages are at most one step apart; older messages cann
 _MAX_MESSAGES_PER_STEP = 2**20
 _TIMED_BYTES, _RECORD_BYTES = 64 * KIB, 16 * KIB  #: a header shares its TLS record with the payload's beginning
 _MAX_OPEN = 64  #: messages under way at once: one of each class, and a few on stripes
-_HUGE_BYTES = 4 * MIB  #: buffers from that size on ask for huge pages
-#: memory of our own, which can have huge pages; shared memory, mmap's default, cannot
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+_BUFFERS = BufferPool()  #: of all links of this process
 _MAX_FREE_OUTSTANDING = 1024  #: urgent messages without credit that may be held at once
 
 
@@ -80,20 +77,6 @@ class _Open:
     @property
     def whole(self) -> bool:
         return self.filled == len(self.payload)
-
-
-def _buffer(size: int) -> memoryview:
-    """Return writable memory. Large buffers come from the kernel, page by page as they fill, 64-byte aligned.
-
-    A bytearray would be zeroed first: seconds for a few gigabytes, in which no other Python thread runs.
-    """
-    if size < MIB:
-        return memoryview(bytearray(size))
-    buffer = mmap.mmap(-1, size, **_PRIVATE)
-    if size >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(buffer)
 
 
 class Assembler:
@@ -202,7 +185,15 @@ class Assembler:
             now_s = time.monotonic()
             checksum = message.checksum if message.HasField("checksum") else None
             opened = _Open(
-                message.message, about, header, _buffer(size), message.urgent, message.background, cost, now_s, checksum
+                message.message,
+                about,
+                header,
+                _BUFFERS.take(size),
+                message.urgent,
+                message.background,
+                cost,
+                now_s,
+                checksum,
             )
             self._number, self._sequence = message.message, message.sequence
             self._open[opened.number] = opened
