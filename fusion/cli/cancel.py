@@ -16,7 +16,7 @@ def cancel(job: str, reason: str, coordinator: str | None, as_json: bool) -> Non
     """Cancel JOB. 'fusion resume' can take it up again from its last checkpoint, if it has one."""
     from fusion.job.client import Client
 
-    with Client(coordinator) as client:
+    with Client(coordinator, hasty=True) as client:
         status = client.cancel(job, reason)
     if as_json:
         print_json(status_as_json(status))

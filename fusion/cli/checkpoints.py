@@ -32,7 +32,7 @@ def checkpoints(job: str, download: Path | None, step: int | None, coordinator: 
     """
     from fusion.job.client import Client
 
-    with Client(coordinator) as client:
+    with Client(coordinator, hasty=True) as client:
         found = client.checkpoints(job)
         if download is not None:
             chosen = _chosen(job, found, step)

@@ -22,7 +22,7 @@ def move(job: str, nodes: str, cuts: str, coordinator: str | None, as_json: bool
     if not all(names):
         raise UsageError(f"--nodes: {nodes[:80]!r} has an empty name; write a,b,c")
     positions = [_position(text) for text in cuts.split(",")] if cuts else []
-    with Client(coordinator) as client:
+    with Client(coordinator, hasty=True) as client:
         status = client.move(job, positions, names)
     if as_json:
         print_json(status_as_json(status))

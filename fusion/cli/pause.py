@@ -15,7 +15,7 @@ def pause(job: str, coordinator: str | None, as_json: bool) -> None:
     """Let JOB stop at the end of one of its next steps. Its nodes are free then; 'fusion resume' lets it go on."""
     from fusion.job.client import Client
 
-    with Client(coordinator) as client:
+    with Client(coordinator, hasty=True) as client:
         status = client.pause(job)
     if as_json:
         print_json(status_as_json(status))

@@ -21,7 +21,7 @@ def resume(job: str, from_step: int | None, coordinator: str | None, as_json: bo
     """
     from fusion.job.client import Client
 
-    with Client(coordinator) as client:
+    with Client(coordinator, hasty=True) as client:
         status = client.resume(job, from_step)
     if as_json:
         print_json(status_as_json(status))

@@ -47,7 +47,7 @@ def status(
         if given and job is None:
             raise UsageError(f"{name} needs a job: fusion status JOB {name}")
 
-    with Client(coordinator) as client:
+    with Client(coordinator, hasty=True) as client:
         if job is None:
             jobs = client.list()
             if as_json:

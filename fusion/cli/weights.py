@@ -28,7 +28,7 @@ def weights(job: str, output: Path, force: bool, coordinator: str | None, as_jso
     from fusion.job.weights import WeightFiles
 
     _check_target(output, force)
-    with Client(coordinator) as client, _beside(output) as directory:
+    with Client(coordinator, hasty=True) as client, _beside(output) as directory:
         files = WeightFiles(client, client.get(job), Path(directory), _progress if sys.stderr.isatty() else None)
         size_bytes = files.write(output, force)
     if as_json:

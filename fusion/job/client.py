@@ -80,7 +80,8 @@ def owner_credentials(credentials: Credentials | str | os.PathLike[str] | None =
 class Client:
     """A connection to one coordinator. Close it, or use it in a `with` block.
 
-    Calls are tried again for a while when the coordinator does not answer; each raises an error of our tree.
+    Calls are tried again for a while when the coordinator does not answer; each raises an error of our tree. With
+    `hasty` not where nothing listens, as long as no call was answered: for commands at which somebody waits.
     It belongs to the process that made it: gRPC does not survive a fork.
     """
 
@@ -90,12 +91,14 @@ class Client:
         credentials: Credentials | str | os.PathLike[str] | None = None,
         *,
         patience_s: float = PATIENCE_S,
+        hasty: bool = False,
     ) -> None:
         self.credentials = owner_credentials(credentials)
         self.credentials.check(time.time())
         host, port = split_address("coordinator", address or self.credentials.coordinator, DEFAULT_PORT)
         self.address = join_address(host, port)
         self.patience_s = patience_s
+        self._hasty = hasty
         self._pid = os.getpid()
         name = coordinator_server_name(self.credentials.cluster)
         self._channel = open_channel(self.address, self.credentials, name)
@@ -121,7 +124,9 @@ class Client:
 
     def _call(self, what: str, call: Callable[[float], T]) -> T:
         self._check_usable()
-        return with_retries(call, CALL_S, f"{what} (coordinator {self.address})")
+        answer = with_retries(call, CALL_S, f"{what} (coordinator {self.address})", until_refused=self._hasty)
+        self._hasty = False
+        return answer
 
     @property
     def channel(self) -> grpc.Channel:

@@ -151,13 +151,20 @@ def check_server(error: grpc.RpcError, what: str) -> None:
         ) from error
 
 
-def with_retries(call: Callable[[float], T], deadline_s: float, what: str, attempt_s: float = _ATTEMPT_S) -> T:
+def with_retries(
+    call: Callable[[float], T],
+    deadline_s: float,
+    what: str,
+    attempt_s: float = _ATTEMPT_S,
+    *,
+    until_refused: bool = False,
+) -> T:
     """Make an idempotent call until it succeeds, fails for good, or `deadline_s` seconds are over.
 
     `call` gets the seconds that this attempt may take, to pass on as `timeout=`. Only UNAVAILABLE, RESOURCE_EXHAUSTED
     and DEADLINE_EXCEEDED are tried again, and they too only where they are not the answer of a server that states an
     error of ours. Whatever ends it is raised as an error of our tree; `what` tells what was tried. A server of another
-    cluster ends it at once, with AuthError.
+    cluster ends it at once, with AuthError; and with `until_refused` so does a machine on which nothing listens.
     """
     end_s = time.monotonic() + deadline_s
     attempt = 0
@@ -166,9 +173,20 @@ def with_retries(call: Callable[[float], T], deadline_s: float, what: str, attem
             return call(max(0.001, min(attempt_s, end_s - time.monotonic())))
         except grpc.RpcError as error:
             check_server(error, what)
+            if until_refused and _nothing_listens(error):
+                raise UnreachableError(
+                    f"{what}: nothing listens there (connection refused); start it with 'fusion-coordinator serve', or "
+                    "state where it is with --coordinator HOST:PORT"
+                ) from error
             ours = from_rpc_error(error, what)
             pause_s = backoff_s(attempt)
             if not isinstance(ours, UnreachableError) or time.monotonic() + pause_s >= end_s:
                 raise ours from error
         attempt += 1
         time.sleep(pause_s)
+
+
+def _nothing_listens(error: grpc.RpcError) -> bool:
+    """Whether the machine answered that the port is closed; while a coordinator starts again it says so, too."""
+    details = str(error.details() if hasattr(error, "details") else error)
+    return "connection refused" in details.lower()

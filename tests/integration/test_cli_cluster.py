@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 
 import fusion
 from fusion.base.errors import JobError, UnreachableError
-from fusion.cli.democluster import DemoCluster
+from fusion.cli.democluster import DemoCluster, free_ports
 from fusion.cli.helpers import Helpers
 from fusion.cli.jobfile import load_job
 from fusion.cli.main import cli, run
 from fusion.job.client import Client
 from fusion.protocol.job import JobSpec
+from fusion.transport import channels
 
 pytestmark = pytest.mark.slow
 
@@ -197,3 +198,15 @@ def test_a_live_plan_is_the_one_that_the_coordinator_makes_for_the_same_job(home
     used = {stage["node"] for stage in ours["stages"]} | {item["node"] for item in ours["left_out"]}
     assert used == {"node-0", "node-1"}  # so small a model is as well off on one of them
     assert "bottleneck: " in command("plan", "--job", str(file), "--live")
+
+
+def test_where_nothing_listens_a_command_says_so_at_once(command: Fusion, monkeypatch: pytest.MonkeyPatch):
+    def never(_seconds: float) -> None:
+        raise AssertionError("it waits to try again")
+
+    monkeypatch.setattr(channels.time, "sleep", never)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    for arguments in (("status",), ("status", "job-aaaaaaaaaa"), ("cancel", "job-aaaaaaaaaa")):
+        line = command(*arguments, "--coordinator", address, code=UnreachableError.exit_code)
+        assert f"(coordinator {address}): nothing listens there" in line
+        assert "fusion-coordinator serve" in line
