@@ -73,7 +73,7 @@ class Replanner:
             for link in part.received:
                 if link.busy_s > 0 and max(part.stage, link.source) < len(job.stages):
                     source, target = job.stages[link.source].node, job.stages[part.stage].node
-                    links.book.transferred(source, target, now_s, link.bytes, link.busy_s)
+                    links.book.transferred(source, target, now_s, link.bytes, link.busy_s, link.messages)
         if job.state is not JobState.RUNNING:
             return
         seen = self._jobs.get(job.job)

@@ -70,11 +70,11 @@ class LinkBook:
         """Take a probe in which `source` could not reach `target`."""
         self._records[source, target] = self.record(source, target).refused(reason, now_s)
 
-    def transferred(self, source: str, target: str, now_s: float, count: int, busy_s: float) -> None:
-        """Take what a job sent: `count` bytes, for which the receiver was busy for `busy_s`."""
+    def transferred(self, source: str, target: str, now_s: float, count: int, busy_s: float, messages: int = 0) -> None:
+        """Take what a job sent: `count` bytes in so many messages, for which the receiver was busy for `busy_s`."""
         if not math.isfinite(busy_s):
             return
-        record = self.record(source, target).with_transfer(count, busy_s, now_s)
+        record = self.record(source, target).with_transfer(count, busy_s, now_s, messages)
         if record.rates and record.rates[-1] <= MAX_RATE_BYTES_PER_S:
             self._records[source, target] = record
 

@@ -16,6 +16,7 @@ RATES_KEPT = 5
 ROUND_TRIPS_KEPT = 3  #: each is the shortest of several already
 LEAST_TRANSFER_BYTES = 48 * KIB  #: less says little of a rate
 LEAST_BUSY_S = 0.005  #: a shorter transfer shows only what the link can do at least
+_SMALL_BYTES = 48 * KIB  #: timed of one message; with less its delay counts for more than the link's rate
 _FIRST_FLIGHT_BYTES = 14 * KIB  #: that a TCP connection sends before it has heard anything
 _LEAST_HALF_S = 0.02  #: what comes within less may have waited in a buffer
 
@@ -57,6 +58,11 @@ def most_rate(count: int, elapsed_s: float, round_trip_s: float) -> float:
     doublings = max(0.0, log2(max(count, 1) / _FIRST_FLIGHT_BYTES))
     left_s = elapsed_s - (1.0 + doublings) * round_trip_s
     return count / left_s if left_s > 0 else inf
+
+
+def small_messages(count: int, messages: int) -> bool:
+    """Whether `count` bytes in so many messages (0: unknown) say little of a link's rate."""
+    return messages > 0 and count < messages * _SMALL_BYTES
 
 
 def robust_rate(samples: Sequence[float]) -> float:
@@ -123,14 +129,33 @@ class LinkRecord:
         """Return the record with one more round trip."""
         return replace(self, round_trips_s=(*self.round_trips_s, round_trip_s)[-ROUND_TRIPS_KEPT:])
 
-    def with_transfer(self, count: int, busy_s: float, now_s: float) -> LinkRecord:
-        """Return the record after a real transfer of `count` bytes during which the receiver was busy for `busy_s`."""
+    def with_transfer(self, count: int, busy_s: float, now_s: float, messages: int = 0) -> LinkRecord:
+        """Return the record after a real transfer of `count` bytes during which the receiver was busy for `busy_s`.
+
+        messages: how many it were; 0: large ones. Small ones are under way in the round trips in which a connection
+        comes up to speed, so they only say between which bounds the rate is. What is known stays where it is between.
+        """
         if count < LEAST_TRANSFER_BYTES or busy_s < 0:
             return self
         rate = count / max(busy_s, LEAST_BUSY_S)
+        if small_messages(count, messages):
+            return self._within(rate, self._most(count, busy_s, messages), now_s)
         if busy_s < LEAST_BUSY_S and rate <= self.rate_bytes_per_s:
             return self
         return self.with_rate(rate, now_s)
+
+    def _within(self, least: float, most: float, now_s: float) -> LinkRecord:
+        if not self.rates or least <= self.rate_bytes_per_s <= most:
+            return self
+        return self.with_rate(least if self.rate_bytes_per_s < least else most, now_s)
+
+    def _most(self, count: int, busy_s: float, messages: int) -> float:
+        """Return the most that a link can carry per second on which small messages took so long."""
+        if self.round_trip_s is None:
+            return inf
+        doublings = log2(1 + count / messages / _FIRST_FLIGHT_BYTES)
+        left_s = busy_s - messages * doublings * self.round_trip_s
+        return count / left_s if left_s > 0 else inf
 
     def dialled(self, now_s: float, *, relayed: bool = False) -> LinkRecord:
         """Return the record after the target has answered; what was measured along another way is forgotten."""

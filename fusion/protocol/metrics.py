@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fusion.base.ids import StageIndex
+from fusion.links.estimate import small_messages
 from fusion.wire.v1 import coordinator_pb2, node_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMetrics:
-    """What one stage received from another in one step, in messages large enough to time."""
+    """What one stage received from another in one step, in messages large enough to time: of 32 KiB and more."""
 
     bytes: int  #: payload, without what arrives together with a message's header
     busy_s: float  #: from each message's header to its last byte
     decode_s: float = 0.0
     waited_s: float = 0.0  #: the stage had nothing else to do than to wait for it
+    messages: int = 0  #: that were timed; 0: not told
 
     @property
     def bytes_per_s(self) -> float:
-        """Goodput as the receiver saw it; 0 where it took no time to speak of."""
-        return self.bytes / self.busy_s if self.busy_s > 0 else 0.0
+        """Goodput as the receiver saw it; 0 where it took no time to speak of, or messages show more of the delay."""
+        small = small_messages(self.bytes, self.messages)
+        return self.bytes / self.busy_s if self.busy_s > 0 and not small else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ def _stage_from_proto(message: node_pb2.StageStep) -> StageMetrics:
         sent_bytes={StageIndex(link.target): link.bytes for link in message.sent},
         peak_memory_bytes=message.peak_memory_bytes,
         received={
-            StageIndex(link.source): LinkMetrics(link.bytes, link.busy_s, link.decode_s, link.waited_s)
+            StageIndex(link.source): LinkMetrics(link.bytes, link.busy_s, link.decode_s, link.waited_s, link.messages)
             for link in message.received
         },
         blocked_s={StageIndex(link.target): link.blocked_s for link in message.sent if link.blocked_s},
@@ -164,7 +167,12 @@ def _stage_to_proto(stage: StageMetrics, metrics: StepMetrics) -> node_pb2.Stage
         ],
         received=[
             node_pb2.LinkReceived(
-                source=source, bytes=link.bytes, busy_s=link.busy_s, decode_s=link.decode_s, waited_s=link.waited_s
+                source=source,
+                bytes=link.bytes,
+                busy_s=link.busy_s,
+                decode_s=link.decode_s,
+                waited_s=link.waited_s,
+                messages=link.messages,
             )
             for source, link in stage.received.items()
         ],

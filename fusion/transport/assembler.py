@@ -33,7 +33,7 @@ _WITHOUT_STEP = (
 )  #: their numbers on the stream are enough
 _STEPS_REMEMBERED = 4  #: stages are at most one step apart; older messages cannot be meant
 _MAX_MESSAGES_PER_STEP = 2**20
-_TIMED_BYTES, _RECORD_BYTES = 64 * KIB, 16 * KIB  #: a header shares its TLS record with the payload's beginning
+_TIMED_BYTES, _RECORD_BYTES = 32 * KIB, 16 * KIB  #: a header shares its TLS record with the payload's beginning
 _MAX_OPEN = 64  #: messages under way at once: one of each class, and a few on stripes
 _BUFFERS = BufferPool()  #: of all links of this process
 _MAX_FREE_OUTSTANDING = 1024  #: urgent messages without credit that may be held at once
@@ -54,7 +54,8 @@ class ReceiveCounters:
     messages: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0  #: frames, before TLS
-    timed_bytes: int = 0  #: of messages large enough to time, without what arrives together with their header
+    timed_messages: int = 0  #: large enough to time
+    timed_bytes: int = 0  #: of those, without what arrives together with their header
     busy_s: float = 0.0  #: from each such message's header to its last byte
 
 
@@ -335,6 +336,7 @@ class Assembler:
         self.counters.messages += 1
         self.counters.payload_bytes += len(opened.payload)
         if not opened.urgent and len(opened.payload) >= _TIMED_BYTES:
+            self.counters.timed_messages += 1
             self.counters.timed_bytes += len(opened.payload) - _RECORD_BYTES
             self.counters.busy_s += time.monotonic() - opened.began_s
         return Incoming(

@@ -116,6 +116,7 @@ class Received(msgspec.Struct, frozen=True):
     busy_s: float  #: from each message's header to its last byte
     decode_s: float = 0.0
     waited_s: float = 0.0  #: the stage had nothing else to do
+    messages: Count = 0  #: that were timed
 
 
 class SpanItem(msgspec.Struct, frozen=True, array_like=True):

@@ -55,5 +55,6 @@ class LinkMeter:
                     got.busy_s - got_before.busy_s,
                     into.decode_s - into_before.decode_s,
                     waited_s.get(peer, 0.0),
+                    got.timed_messages - got_before.timed_messages,
                 )
         return sending, received

@@ -180,7 +180,12 @@ def step_message(stage: int, report: StepReport) -> node_pb2.StageStep:
         codec_revision=report.codec_revision,
         received=[
             node_pb2.LinkReceived(
-                source=source, bytes=one.bytes, busy_s=one.busy_s, decode_s=one.decode_s, waited_s=one.waited_s
+                source=source,
+                bytes=one.bytes,
+                busy_s=one.busy_s,
+                decode_s=one.decode_s,
+                waited_s=one.waited_s,
+                messages=one.messages,
             )
             for source, one in sorted(report.received.items())
         ],

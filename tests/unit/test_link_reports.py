@@ -67,7 +67,7 @@ def test_the_meter_tells_what_each_step_added_and_leaves_idle_links_out():
     meter = LinkMeter(lambda: {S1: (sent, got), S2: quiet}, coder)
     assert meter.step(1, {}) == ({}, {})
     sent.payload_bytes, sent.sending_s, sent.blocked_s = 110, 1.25, 0.125
-    got.payload_bytes, got.timed_bytes, got.busy_s = 1100, 1005, 2.5
+    got.payload_bytes, got.timed_bytes, got.busy_s, got.timed_messages = 1100, 1005, 2.5, 3
     value = torch.zeros(2, 4)
     out = coder.encode(Key(MessageKind.ACTIVATION, 2, 0, 0), value, requires_grad=True)
     back = small_coder(S1).encode(Key(MessageKind.GRADIENT, 2, 0, 0), value, requires_grad=False)
@@ -77,6 +77,7 @@ def test_the_meter_tells_what_each_step_added_and_leaves_idle_links_out():
     assert (sending.busy_s, sending.blocked_s, sending.codec) == (0.25, 0.125, "int8")
     assert (sending.raw_bytes, sending.coded_bytes) == (32, len(out.payload))
     assert (received.bytes, received.busy_s, received.waited_s) == (1000, 2.0, 0.75)
+    assert received.messages == 3
     assert sending.encode_s > 0
     assert received.decode_s > 0
     assert meter.step(3, {}) == ({}, {})
@@ -89,7 +90,7 @@ def test_links_figures_pass_from_the_worker_to_the_owner():
         step=3,
         sent={1: 50},
         sending={1: Sending(0.25, 0.125, 200, 40, 0.5, "int4")},
-        received={1: Received(1000, 2.0, 0.0625, 0.75)},
+        received={1: Received(1000, 2.0, 0.0625, 0.75, 4)},
         codec_revision=2,
     )
     decoded = decode_report(encode(report))
@@ -98,8 +99,9 @@ def test_links_figures_pass_from_the_worker_to_the_owner():
     message = step_message(0, decoded)
     metrics = metrics_from_proto(coordinator_pb2.StepMetrics(step=3, stages=[message]))
     (stage,) = metrics.stages
-    assert stage.received == {S1: LinkMetrics(1000, 2.0, 0.0625, 0.75)}
-    assert stage.received[S1].bytes_per_s == 500.0
+    assert stage.received == {S1: LinkMetrics(1000, 2.0, 0.0625, 0.75, 4)}
+    assert stage.received[S1].bytes_per_s == 0.0  # of messages so small it says little
+    assert LinkMetrics(400_000, 2.0, messages=4).bytes_per_s == LinkMetrics(400_000, 2.0).bytes_per_s == 200_000
     assert stage.blocked_s == {S1: 0.125}
     assert stage.coding == {S1: CodingMetrics("int4", 200, 40, 0.5)}
     assert stage.coding[S1].ratio == 5.0

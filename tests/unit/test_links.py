@@ -76,6 +76,18 @@ def test_small_transfers_say_nothing_and_short_ones_only_what_a_link_can_do_at_l
     assert LinkRecord().with_transfer(1_000_000, 0.5, 0.0).rate_bytes_per_s == pytest.approx(2 * MB)
 
 
+def test_small_messages_move_a_rate_only_where_it_is_outside_of_what_they_can_mean():
+    """Eight of 32 KiB, 16 KiB of each timed, on a link of 10 ms: slow start takes log2(1 + 16/14) = 1.1 round trips."""
+    count, messages = 8 * 16_384, 8
+    record = LinkRecord().with_round_trip(0.010).with_rate(10 * MB, 0.0)
+    assert record.with_transfer(count, 0.080, 1.0, messages) == record  # 1.6 MB/s as seen: all of it may be the delay
+    slow = record.with_transfer(count, 0.500, 1.0, messages)
+    assert slow.rates[-1] == pytest.approx(count / (0.500 - 8 * 1.0995 * 0.010), rel=1e-3)
+    assert record.with_transfer(count, 0.010, 1.0, messages).rates[-1] == pytest.approx(count / 0.010)  # 13 MB/s
+    assert record.with_transfer(8 * 65_536, 0.080, 1.0, messages).rates[-1] == pytest.approx(8 * 65_536 / 0.080)
+    assert LinkRecord().with_transfer(count, 0.5, 1.0, messages).rates == ()  # nothing is known that could be corrected
+
+
 def test_figures_that_no_network_has_are_not_believed():
     book = LinkBook()
     book.probed("a", "b", 0.0, round_trip_s=-1.0, there_bytes_per_s=float("inf"), back_bytes_per_s=float("nan"))

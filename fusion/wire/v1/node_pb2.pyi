@@ -825,6 +825,7 @@ class LinkReceived(google.protobuf.message.Message):
     BUSY_S_FIELD_NUMBER: builtins.int
     DECODE_S_FIELD_NUMBER: builtins.int
     WAITED_S_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
     source: builtins.int
     bytes: builtins.int
     """payload of messages large enough to time, without what comes with their header"""
@@ -833,6 +834,8 @@ class LinkReceived(google.protobuf.message.Message):
     decode_s: builtins.float
     waited_s: builtins.float
     """the stage had nothing else to do"""
+    messages: builtins.int
+    """that were timed"""
     def __init__(
         self,
         *,
@@ -841,8 +844,9 @@ class LinkReceived(google.protobuf.message.Message):
         busy_s: builtins.float = ...,
         decode_s: builtins.float = ...,
         waited_s: builtins.float = ...,
+        messages: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "decode_s", b"decode_s", "source", b"source", "waited_s", b"waited_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "decode_s", b"decode_s", "messages", b"messages", "source", b"source", "waited_s", b"waited_s"]) -> None: ...
 
 Global___LinkReceived: typing_extensions.TypeAlias = LinkReceived
 
