@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fusion.base.errors import PlanError
 from fusion.base.ids import NodeId
 from fusion.graph.dag import Graph
 from fusion.plan.codecs import plan_at
@@ -136,14 +135,7 @@ def _planned(cluster: Cluster, graph: Graph, job: JobView, method: str) -> Plan:
 
 
 def _divided(cluster: Cluster, graph: Graph, workload: Workload, job: JobView) -> Plan:
-    try:
-        plan = by_equal_compute(cluster, graph, job)
-    except PlanError:
-        if job.recompute != "auto":
-            raise
-        job = replace(job, recompute="always")
-        plan = by_equal_compute(cluster, graph, job)
-    plan = with_codecs(plan, cluster, workload, job)
+    plan = with_codecs(by_equal_compute(cluster, graph, job), cluster, workload, job)
     return with_replicas(with_flights(plan, cluster, graph, workload, job), cluster)
 
 

@@ -7,6 +7,7 @@ and memory, and nothing of the links between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 from fusion.base.errors import PlanError
@@ -30,12 +31,22 @@ def plan(cluster: Cluster, graph: Graph, job: JobView) -> Plan:
 
     It has as many stages as nodes, legal cuts and `job.max_stages` allow, and fewer only where memory demands it.
     Nodes keep their order in `cluster`; where they are more than the stages, the fastest are taken, or if that does
-    not fit those with the most memory. `job.cuts`, if there are any, are taken as they are.
+    not fit those with the most memory. `job.cuts`, if there are any, are taken as they are. Where nothing fits
+    otherwise, and the job allows it, stages run forwards again instead of keeping their results.
 
     PlanError says how many nodes or how much memory are missing; GraphError that `job.cuts` are not legal.
     """
     if not cluster.nodes:
         raise PlanError("no node is idle; start one with 'fusion-node start'")
+    try:
+        return _plan(cluster, graph, job)
+    except PlanError:
+        if job.recompute != "auto":
+            raise
+    return _plan(cluster, graph, replace(job, recompute="always"))
+
+
+def _plan(cluster: Cluster, graph: Graph, job: JobView) -> Plan:
     if job.cuts:
         return _with_given_cuts(cluster, graph, job)
     spans = spans_of(graph, job)
@@ -205,6 +216,7 @@ def _make(parts: Partition, nodes: Sequence[ClusterNode], job: JobView) -> Plan:
     stages = []
     for shard, node in zip(parts.shards, nodes, strict=True):
         work = shard_work(parts.graph, shard)
+        again = recomputes(job, in_flight(job, shard.index, len(parts.shards)))
         stages.append(
             PlannedStage(
                 node.node,
@@ -216,7 +228,8 @@ def _make(parts: Partition, nodes: Sequence[ClusterNode], job: JobView) -> Plan:
                 parameter_count(parts.graph, shard),
                 stage_bytes(parts, shard.index, job),
                 work.forward / node.flops,
-                work.backward / node.flops,
+                (work.backward + again * work.forward) / node.flops,
+                recompute=again,
             )
         )
     return Plan(Epoch(1), tuple(stages), links_of(parts, job.micro_batches), job.schedule, job.micro_batches)

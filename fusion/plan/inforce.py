@@ -74,7 +74,8 @@ def with_flights(plan: Plan, cluster: Cluster, graph: Graph, workload: Workload,
     Never fewer than the schedule's name says, and no more than the nodes' memory and the links' times ask for.
     """
     problem, found = problem_of(plan, cluster, workload, job)
-    evaluation = problem.evaluate(replace(found, recompute=None))
+    needed = any(stage.recompute for stage in plan.stages)  # it fits no other way
+    evaluation = problem.evaluate(found if needed else replace(found, recompute=None))
     parts = partition(graph, [stage.first_operator for stage in plan.stages[1:]])
     count, limits = len(plan.stages), {node.node: node.memory_bytes for node in cluster.nodes}
     stages: list[PlannedStage] = []

@@ -317,3 +317,21 @@ def test_memory_limits_the_micro_batches_in_flight_but_not_below_the_schedules_o
     stages = with_links(found, full, graph, view, 6.0).stages
     assert [stage.in_flight for stage in stages] == [2, 1]
     assert stages[0].memory_bytes == least
+
+
+def test_a_job_that_fits_no_other_way_runs_forwards_again():
+    graph, view = layers([GFLOP] * 4), job(micro_batches=16, schedule="gpipe")
+    parts = partition(graph, [found.first_operator for found in plan(nodes(2), graph, view).stages[1:]])
+    again = max(stage_bytes(parts, stage, view, 16, recompute=True) for stage in (0, 1))
+    small = nodes(2, memory_bytes=again)
+    with pytest.raises(PlanError, match="memory"):
+        plan(small, graph, job(micro_batches=16, schedule="gpipe", recompute="never"))
+    found = plan(small, graph, view)
+    assert [stage.recompute for stage in found.stages] == [True, True]
+    assert [(stage.forward_s, stage.backward_s) for stage in found.stages] == [(pytest.approx(2), pytest.approx(6))] * 2
+    linked = with_links(found, small, graph, view, 6.0)
+    assert [(stage.recompute, stage.in_flight) for stage in linked.stages] == [(True, 16)] * 2
+    assert all(stage.memory_bytes <= again for stage in linked.stages)
+    assert [stage.backward_s for stage in linked.stages] == pytest.approx([6, 6])
+    by_cuts = plan(small, graph, job(micro_batches=16, schedule="gpipe", cuts=(2,)))
+    assert [stage.recompute for stage in by_cuts.stages] == [True, True]
