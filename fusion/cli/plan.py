@@ -10,6 +10,7 @@ import click
 from fusion.base.units import format_bytes, format_duration
 from fusion.cli.output import json_option, print_json, printable
 from fusion.cli.planning import Case, echo_table, plan_case, planning_options
+from fusion.cli.planview import in_flight_text
 
 if TYPE_CHECKING:
     from fusion.plan.explain import Explanation
@@ -105,7 +106,7 @@ def _show(case: Case, explanation: Explanation) -> None:
                 f"{stage.parameters:,}",
                 format_bytes(stage.memory_bytes),
                 format_bytes(stage.memory_limit_bytes),
-                f"{stage.in_flight}, recomputed" if stage.recompute else str(stage.in_flight),
+                in_flight_text(stage.in_flight, recompute=stage.recompute),
                 format_duration(stage.forward_s),
                 format_duration(stage.backward_s),
                 _gain(gains[stage.node]),

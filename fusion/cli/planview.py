@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     from fusion.protocol.jobstatus import JobStatus
     from fusion.protocol.metrics import StageMetrics
 
-_STAGES = ("STAGE", "NODE", "OPERATORS", "PARAMETERS", "COMPUTE", "MEASURED", "MEMORY", "LIMIT", "MEASURED")
+_STAGES = (
+    "STAGE",
+    "NODE",
+    "OPERATORS",
+    "PARAMETERS",
+    "IN FLIGHT",
+    "COMPUTE",
+    "MEASURED",
+    "MEMORY",
+    "LIMIT",
+    "MEASURED",
+)
 _LINKS = ("LINK", "CODEC", "PER STEP", "MEASURED", "SECONDS", "MEASURED", "GOODPUT")
 _UNKNOWN = "-"
 
@@ -103,12 +114,19 @@ def _stage_row(stage: dict[str, Any]) -> tuple[str, ...]:
         printable(stage["node"]),
         f"{stage['first_operator']}..{stage['end_operator'] - 1}",
         f"{stage['parameters']:,}",
+        in_flight_text(stage["in_flight"], recompute=stage["recompute"]),
         _duration(compute["predicted"]),
         _duration(compute["measured"]),
         _size(memory["predicted"]),
         _size(stage["memory_limit_bytes"]),
         _size(memory["measured"]),
     )
+
+
+def in_flight_text(count: int | None, *, recompute: bool) -> str:
+    """Return how many micro-batches a stage holds at once, and whether only what came in of them."""
+    text = str(count or _UNKNOWN)
+    return f"{text}, recomputed" if recompute else text
 
 
 def _link_row(link: dict[str, Any]) -> tuple[str, ...]:

@@ -240,7 +240,7 @@ def test_a_cluster_with_absurd_links_is_refused():
 
 STAGES = (
     PlannedStage(A, "a", "10.0.0.1:1", Incarnation(3), 0, 7, 1000, 2**20, 0.25, 0.5, 2**30, 2),
-    PlannedStage(B, "b", "10.0.0.2:1", Incarnation(4), 7, 9, 10, 2**21, 0.125, 0.25, 2**31, 1),
+    PlannedStage(B, "b", "10.0.0.2:1", Incarnation(4), 7, 9, 10, 2**21, 0.125, 0.25, 2**31, 3, recompute=True),
 )
 PLAN = Plan(Epoch(2), STAGES, (PlannedLink(S0, S1, "int8", 4000, 4.0, 0.5),), "1f1b", 4, 7.5)
 LAST = StepMetrics(
@@ -269,12 +269,14 @@ def test_the_plan_is_shown_with_predicted_and_measured_figures():
     first, second = found["stages"]
     assert first["compute_s"] == {"predicted": 3.0, "measured": 3.5}  # 4 x (0.25 + 0.5)
     assert second["memory_bytes"] == {"predicted": 2**21, "measured": 2**22}
+    assert [(stage["in_flight"], stage["recompute"]) for stage in found["stages"]] == [(2, False), (3, True)]
     (link,) = found["links"]
     assert link["bytes"] == {"predicted": 1000.0, "measured": 1010}
     assert link["seconds"] == {"predicted": 2.0, "measured": 0.25}
     assert link["bytes_per_s"] == 4000.0
     lines = plan_lines(job_status())
     assert "plan 2: 2 stages, 1f1b, 4 micro-batches; a step takes 9.0 s, predicted 7.5 s" in lines[0]
+    assert [line.count("3, recomputed") for line in lines if " b " in f" {line} "] == [1]
     assert any("0 -> 1" in line and "32 kbit/s" in line for line in lines)
 
 
