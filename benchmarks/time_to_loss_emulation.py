@@ -18,7 +18,7 @@ from fusion.plan.types import Cluster, Link, LinkTable
 
 WARM_UP = 2  #: steps that do not count: connections and their estimates come up to speed
 COUNTED = 7
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 
 
 @dataclass(frozen=True)
