@@ -10,7 +10,7 @@ MAX_STREAMS = 8
 _BUSY_S = 1.5  #: of a busy link, before a rate is believed
 _SETTLE_S = 1.5  #: of a busy link, in which new connections come up to speed
 _GAIN = 1.1  #: so much faster the link must be to keep twice the connections
-_RETRY_S = 300.0
+_FIRST_REST_S, _MOST_REST_S = 4.0, 300.0  #: after a doubling that did not pay: twice as long each time
 _ENOUGH_BYTES_PER_S = 60e6  #: a link that carries this gains nothing that would be worth the processor time
 
 
@@ -21,7 +21,11 @@ class _Trial:
 
 
 class StreamCount:
-    """Doubles the number of streams while each doubling pays; tries again after a while. Times are monotonic."""
+    """Doubles the number of streams while each doubling pays; tries again after a while. Times are monotonic.
+
+    The first try often comes to nothing by chance: a connection that begins on a link with losses is fast until its
+    first ones, so what it did alone looks like more than it can keep up. So the next try comes soon, later ones not.
+    """
 
     def __init__(self, most: int = MAX_STREAMS) -> None:
         self.streams = 1
@@ -29,7 +33,7 @@ class StreamCount:
         self._trial: _Trial | None = None
         self._skip_s = _SETTLE_S
         self._busy_s = self._bytes = 0.0
-        self._rest_until_s = 0.0
+        self._rest_until_s, self._rest_s = 0.0, _FIRST_REST_S
 
     def sample(self, count: int, seconds: float, now_s: float) -> int:
         """Take what a busy link has carried in some time; return how many streams it should use from now on."""
@@ -54,7 +58,8 @@ class StreamCount:
         trial, self._trial = self._trial, None
         if trial is not None and rate < _GAIN * trial.before:
             self.streams //= 2
-            self._rest_until_s = now_s + _RETRY_S
+            self._rest_until_s = now_s + self._rest_s
+            self._rest_s = min(2 * self._rest_s, _MOST_REST_S)
         elif now_s >= self._rest_until_s and 2 * self.streams <= self._most and rate < _ENOUGH_BYTES_PER_S:
             self._trial = _Trial(2 * self.streams, rate)
             self.streams *= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from itertools import pairwise
 
 import pytest
 
@@ -56,13 +57,22 @@ def test_streams_are_doubled_while_that_pays():
     assert lossy.streams == MAX_STREAMS
 
 
-def test_streams_that_bring_nothing_are_given_up_and_tried_again_only_after_minutes():
-    clean, most = StreamCount(), 0
-    for tick in range(2000):
-        most = max(most, clean.sample(1_200_000, 0.1, tick / 10))
-    assert (clean.streams, most) == (1, 2)
-    seen = {clean.sample(1_200_000, 0.1, 200 + tick / 10) for tick in range(2000)}
-    assert seen == {1, 2}
+def test_streams_that_bring_nothing_are_given_up_and_tried_again_ever_more_seldom():
+    clean = StreamCount()
+    streams = [clean.sample(1_200_000, 0.1, tick / 10) for tick in range(20_000)]
+    assert set(streams) == {1, 2}
+    begins = [tick / 10 for tick in range(1, len(streams)) if streams[tick] > streams[tick - 1]]
+    pauses = [after - before for before, after in pairwise(begins)]
+    assert pauses[:4] == pytest.approx([4 + 3, 8 + 3, 16 + 3, 32 + 3], abs=2)  # and each try takes 3 s
+    assert pauses[-1] == pytest.approx(300 + 3, abs=2)
+
+
+def test_a_first_try_that_came_to_nothing_by_chance_is_soon_made_up_for():
+    lossy = StreamCount()
+    run(lossy, lambda _streams: 9e6, 6)  # a connection that has not lost anything yet
+    assert lossy.streams == 1
+    run(lossy, lambda streams: min(12e6, 6e6 * streams), 12, start_s=6)
+    assert lossy.streams >= 2
 
 
 def test_a_fast_link_stays_with_one_stream():
