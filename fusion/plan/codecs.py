@@ -8,7 +8,7 @@ START       = STEP | SHARE "%"                                           the fir
 auto          for each link and way the mildest codec of AUTO_PAIRS that takes the link off the critical path; R is the
               largest ratio of a pair of codecs, both ways together, that may be used. Alone, "auto:R" is short for
               "auto:R auto:6.7@70%": what is stronger ends early enough for its loss to be made up for; "auto" alone is
-              "auto:16.2". In phases it stands for "auto:6.7"
+              "auto:11.3". In phases it stands for "auto:6.7"
 adatopk:R     each link compressed by its share of the slowest link's time, which gets R, as the FusionLLM paper has it
 int8/int4     these codecs on every link, forward and backward
 1>0=int4      this codec from stage 1 to stage 0, whatever the rest says
@@ -113,10 +113,10 @@ AUTO_PAIRS = tuple(
     parse_pair(text)
     for text in ("none", "bf16", "int8", "int8/int4+dither", "int6/int3+dither", "mask:3/8", "mask:1/4", "mask:1/8")
 )
-#: Ratio of the strongest pair that "auto" uses by itself, mask:1/4, until AUTO_MILD_FROM of the steps are done, and of
+#: Ratio of the strongest pair that "auto" uses by itself, mask:3/8, until AUTO_MILD_FROM of the steps are done, and of
 #: the strongest one from then on, int6/int3+dither. `benchmarks.convergence` measured the loss of the weights as served
 #: at 0.0 % (GPT) and 0.5 +- 1.0 % (ResNet) above the uncompressed run's, 13 times fewer bytes; see docs/compression.md.
-AUTO_CEILING, AUTO_MILD_CEILING, AUTO_MILD_FROM = 16.2, 6.7, 0.7
+AUTO_CEILING, AUTO_MILD_CEILING, AUTO_MILD_FROM = 11.3, 6.7, 0.7
 PLAIN_LADDER = Ladder.of(PLAIN)
 
 

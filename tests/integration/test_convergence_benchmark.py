@@ -38,7 +38,7 @@ def test_a_run_has_the_codecs_of_a_jobs_compression_phase_by_phase() -> None:
 
 
 def test_auto_stands_for_the_strongest_codecs_that_it_may_use() -> None:
-    assert [schedule_of("auto", 20).at(step).pair.name for step in (14, 15)] == ["mask:1/4/int4", "int6/int3+dither"]
+    assert [schedule_of("auto", 20).at(step).pair.name for step in (14, 15)] == ["mask:3/8/int4", "int6/int3+dither"]
     assert schedule_of("auto:4", 20).at(1).pair.name == "int8"
     assert schedule_of("auto:1", 20).at(1).pair.name == "none"
     assert schedule_of("adatopk:100", 20).at(1).pair.name == "adatopk:100"

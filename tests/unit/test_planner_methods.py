@@ -279,9 +279,9 @@ def test_auto_uses_no_codec_beyond_its_limit() -> None:
 @pytest.mark.parametrize(
     ("text", "phases"),
     [
-        ("auto", [(None, "mask:1/4"), (0.7, "int6")]),
-        ("auto:12", [(None, "mask:3/8"), (0.7, "int6")]),
-        ("auto,0>1=bf16", [(None, "mask:1/4"), (0.7, "int6")]),
+        ("auto", [(None, "mask:3/8"), (0.7, "int6")]),
+        ("auto:17", [(None, "mask:1/4"), (0.7, "int6")]),
+        ("auto,0>1=bf16", [(None, "mask:3/8"), (0.7, "int6")]),
         ("auto:6.7", [(None, "int6")]),
         ("auto:4", [(None, "int8")]),
         ("auto int8@90%", [(None, "int6"), (0.9, "int8")]),
