@@ -147,9 +147,10 @@ class Outbox:
         Returns the number by which `frames` knows that its stream is still the present one. WireError if the other side
         cannot stand where it says.
         """
+        arrived: list[_Prepared] = []
         with self._changed:
             if standing is not None:
-                self._go_back_to(standing)
+                arrived = self._go_back_to(standing)
             self._window_bytes = window_bytes
             self._suspended = False
             self._generation += 1
@@ -161,7 +162,9 @@ class Outbox:
                 self._encoder = threading.Thread(target=self._encode, name=name, daemon=True)
                 self._encoder.start()
             self._changed.notify_all()
-            return self._generation
+            generation = self._generation
+        self._report(arrived)
+        return generation
 
     def suspend(self) -> None:
         """Let nothing go until `open` is called again: the stream has broken."""
@@ -170,10 +173,12 @@ class Outbox:
             self._generation += 1
             self._changed.notify_all()
 
-    def _go_back_to(self, standing: Standing) -> None:
+    def _go_back_to(self, standing: Standing) -> list[_Prepared]:
+        """Take up messages where the other side has them; return those that it has whole."""
         if not 1 <= standing.next_message <= self._number + 1 or standing.credited_bytes > self._charged:
             raise WireError(f"it expects message {standing.next_message}, but {self._number} were sent")
         again: list[_Prepared] = []
+        arrived: list[_Prepared] = []
         for number, message in list(self._kept.items()):
             if number >= standing.next_message:
                 self._charged -= message.cost
@@ -186,6 +191,7 @@ class Outbox:
             else:
                 del self._kept[number]
                 _remove(message)
+                arrived.append(message)
                 continue
             again.append(message)
         for message in again:
@@ -196,6 +202,7 @@ class Outbox:
             raise WireError(f"credit for {standing.credited_bytes} bytes, but only {self._charged} were sent")
         self._credited = standing.credited_bytes
         self._number = standing.next_message - 1
+        return arrived
 
     def credit(self, count: int, window_bytes: int = 0) -> None:
         """Take back `count` bytes that the receiver no longer holds; WireError if it never had that many.
@@ -215,6 +222,7 @@ class Outbox:
 
         clock_s: the receiver's clock when it wrote that; 0: not stated. WireError if that cannot be.
         """
+        arrived: list[_Prepared] = []
         with self._changed:
             if not self._acked_bytes <= total_bytes <= self._sent_bytes:
                 raise WireError(f"acknowledges {total_bytes} bytes, but {self._sent_bytes} were sent")
@@ -228,11 +236,13 @@ class Outbox:
                 if message is None or message.offset < len(message.payload):
                     raise WireError(f"acknowledges message {number}, which was not sent")
                 del self._kept[number]
+                arrived.append(message)
                 self.goodput.travelled(len(message.payload), now_s - message.left_s)
                 if clock_s:
                     self.clock.pair(message.left_s, clock_s, now_s)
             if self._goodbye is not None:
                 self._changed.notify_all()
+        self._report(arrived)
 
     def finish(self, reason: str) -> None:
         """Send what is queued, background left out, then a goodbye, and end."""
@@ -423,16 +433,24 @@ class Outbox:
         return data
 
     def _left(self, step: _Step) -> None:
-        """A frame has been handed to the network: report a message that is through, once."""
-        message = step.message
+        """A frame has been handed to the network."""
+        if step.last:
+            self._report([step.message])
+
+    def _report(self, through: Iterable[_Prepared]) -> None:
+        """Count messages that are through, and tell who sent them, once.
+
+        That they have arrived says it too: a stream that breaks under a last frame never comes back for the next one.
+        """
         with self._changed:
-            if not step.last or message.counted or self._aborted:
-                return
-            message.counted = True
-        self.counters.messages += 1
-        if not message.outgoing.background:
-            self.counters.payload_bytes += len(message.payload)
-        message.outgoing.sent(message.wire_bytes)
+            fresh = [message for message in through if not (message.counted or self._aborted)]
+            for message in fresh:
+                message.counted = True
+        for message in fresh:
+            self.counters.messages += 1
+            if not message.outgoing.background:
+                self.counters.payload_bytes += len(message.payload)
+            message.outgoing.sent(message.wire_bytes)
 
 
 def _remove(message: _Prepared) -> None:
