@@ -427,9 +427,14 @@ class Controller:
             job_spec=job.spec,
             plan=plan_pb2.Plan.FromString(job.plan),
         )
-        nodes_of = [stage.node for stage in job.stages]
-        mine = nodes_of[stage]
-        message.relayed.extend(node for node in nodes_of if self.links.book.record(mine, node).relayed)
+        mine, book = job.stages[stage].node, self.links.book
+        for node in {one.node for one in job.stages} - {mine}:
+            if book.called(mine, node):
+                message.answering.append(node)
+            elif book.record(mine, node).relayed:
+                message.relayed.append(node)
+            if book.called(node, mine):
+                message.called.append(node)
         if job.resume is not None:
             message.resume.step = job.resume.step
             for blob in job.resume.states:

@@ -52,19 +52,30 @@ class LinkBook:
     ) -> None:
         """Take a probe in which `source` dialled `target`; rates are 0 where only the round trip was measured.
 
-        relayed: it went through the coordinator. Of the way back it says something only if the target, which dials by
-        itself, has to take the same way.
+        relayed: it went through the coordinator. That says nothing of a pair of which the target can dial the source:
+        then the target's own connection carries both ways, and its probes measure both.
         """
-        there, back = self.record(source, target).dialled(now_s, relayed=relayed), self.record(target, source)
-        same_way = back.dialled_s is None or back.relayed == relayed
+        before, back = self.record(source, target), self.record(target, source)
+        there = before.dialled(now_s, relayed=relayed)
+        if relayed and back.direct:
+            self._records[source, target] = there
+            return
+        if before.relayed != relayed:
+            there = there.without_figures()
+        if not relayed and back.relayed and not before.direct:
+            back = back.without_figures()
         if _usable(round_trip_s, MAX_ROUND_TRIP_S):
-            there = there.with_round_trip(round_trip_s)
-            back = back.with_round_trip(round_trip_s) if same_way else back
+            there, back = there.with_round_trip(round_trip_s), back.with_round_trip(round_trip_s)
         if _usable(there_bytes_per_s, MAX_RATE_BYTES_PER_S):
             there = there.with_rate(there_bytes_per_s, now_s, probe_bytes)
-        if same_way and _usable(back_bytes_per_s, MAX_RATE_BYTES_PER_S):
+        if _usable(back_bytes_per_s, MAX_RATE_BYTES_PER_S):
             back = back.with_rate(back_bytes_per_s, now_s, probe_bytes)
         self._records[source, target], self._records[target, source] = there, back
+
+    def called(self, source: str, target: str) -> bool:
+        """Whether `source` cannot dial `target`, which dials it: one connection then carries both ways."""
+        record = self.record(source, target)
+        return bool(record.relayed or record.failures) and self.record(target, source).direct
 
     def failed(self, source: str, target: str, now_s: float, reason: str) -> None:
         """Take a probe in which `source` could not reach `target`."""

@@ -111,6 +111,11 @@ class LinkRecord:
         """Whether the source cannot connect to the target: it failed twice in a row, or the only time it tried."""
         return self.failures >= 2 or (self.failures > 0 and not self.round_trips_s)
 
+    @property
+    def direct(self) -> bool:
+        """Whether the source has dialled the target itself the last time that it tried."""
+        return self.dialled_s is not None and not self.failures and not self.relayed
+
     def with_rate(self, rate_bytes_per_s: float, now_s: float, probe_bytes: int | None = None) -> LinkRecord:
         """Return the record with one more sample of the goodput: from a probe of `probe_bytes`, or from transfers."""
         rates = (*self.rates, rate_bytes_per_s)[-RATES_KEPT:]
@@ -158,9 +163,12 @@ class LinkRecord:
         return count / left_s if left_s > 0 else inf
 
     def dialled(self, now_s: float, *, relayed: bool = False) -> LinkRecord:
-        """Return the record after the target has answered; what was measured along another way is forgotten."""
-        record = self if relayed == self.relayed else LinkRecord(relayed=relayed)
-        return replace(record, dialled_s=now_s, failures=0, reason="")
+        """Return the record after the target has answered, itself or through the relay."""
+        return replace(self, dialled_s=now_s, failures=0, reason="", relayed=relayed)
+
+    def without_figures(self) -> LinkRecord:
+        """Return the record without what was measured: it was along another way."""
+        return LinkRecord(dialled_s=self.dialled_s, failures=self.failures, reason=self.reason, relayed=self.relayed)
 
     def refused(self, reason: str, now_s: float) -> LinkRecord:
         """Return the record after the target could not be reached."""

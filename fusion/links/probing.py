@@ -119,8 +119,7 @@ class _Search:
         rates = [record.rate_bytes_per_s for record in (there, back) if record.rates]
         round_trip_s = self._book.record(one, other).round_trip_s or self._book.record(other, one).round_trip_s
         size = probe_size(max(rates, default=0.0), round_trip_s or 0.0)
-        long_enough = 2 * min(there.probe_bytes, back.probe_bytes) >= size or there.relayed != back.relayed
-        if len(rates) == 2 and (long_enough or self._transferred(there, back)):
+        if len(rates) == 2 and (2 * min(there.probe_bytes, back.probe_bytes) >= size or self._transferred(there, back)):
             return None
         return self._dial(one, other, size)
 
@@ -141,10 +140,13 @@ class _Search:
     def _dial(self, one: str, other: str, size: int) -> ProbeWish | None:
         """Let either dial the other: whoever is answered, and was not refused lately."""
         ways = [(one, other), (other, one)]
-        for source, target in sorted(ways, key=lambda way: self._book.record(*way).failures):
+        for source, target in sorted(ways, key=lambda way: (self._book.record(*way).failures, self._relayed(way))):
             if target in self._answering and self._due(source, target):
                 return ProbeWish(source, target, size)
         return None
+
+    def _relayed(self, way: tuple[str, str]) -> bool:
+        return self._book.record(*way).relayed
 
     def _due(self, source: str, target: str) -> bool:
         record = self._book.record(source, target)

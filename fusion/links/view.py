@@ -40,7 +40,7 @@ def view_of(book: LinkBook, nodes: Sequence[str]) -> LinkView:
     pairs: dict[tuple[str, str], LinkEstimate | None] = {}
     for pair, record in book.measured():
         if inside.issuperset(pair):
-            if record.absent:
+            if record.absent and not (book.called(*pair) and record.estimate):
                 pairs[pair] = None
             elif record.estimate is not None:
                 pairs[pair] = record.estimate

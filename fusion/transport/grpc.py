@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from itertools import count
@@ -24,6 +24,7 @@ from fusion.transport.channels import DATA_PLANE_CLIENT_OPTIONS, DATA_PLANE_SERV
 from fusion.transport.dialling import RETURN_S, OutgoingStream, Route
 from fusion.transport.frames import DEFAULT_WINDOW_BYTES, check_hello, frame, hello
 from fusion.transport.outbox import Outbox, SendCounters
+from fusion.transport.reverse import WAITING_CALLS, ReverseDoor
 from fusion.transport.streams import Admission, IncomingStream, handlers
 from fusion.transport.striping import MAX_STREAMS
 from fusion.transport.window import Window
@@ -99,7 +100,8 @@ class _ThreadPerStream(futures.Executor):
 class GrpcTransport:
     """A `Transport` for one stage of one epoch of a job.
 
-    It listens at `listen` (host:port) and dials every peer; `routes` replaces addresses when dialling, for the lab.
+    It listens at `listen` (host:port) and dials every peer; `routes` replaces addresses when dialling. `answering`
+    are nodes that cannot be dialled and call us instead (see `reverse`).
     `limit(header)` returns how many bytes a message's payload, and its tensor in memory, may have at most.
     A peer may have `window_bytes` of payload under way; with `most_window_bytes` that grows up to so many, as the path
     asks (`fusion.transport.window`). `on_message` may be called before `start` returns. Never call `close` from a
@@ -120,6 +122,7 @@ class GrpcTransport:
         server_tls: grpc.ServerCredentials | None = None,
         interceptors: Sequence[grpc.ServerInterceptor[Any, Any]] = (),
         routes: Mapping[str, str] | None = None,
+        answering: Collection[str] = (),
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         most_window_bytes: int = 0,
         client_options: Sequence[Option] = DATA_PLANE_CLIENT_OPTIONS,
@@ -129,6 +132,7 @@ class GrpcTransport:
         self._window_bytes = window_bytes, most_window_bytes
         self._incarnation, self._listen, self._credentials = incarnation, listen, credentials
         self._routes = {} if routes is None else routes
+        self._door = ReverseDoor(answering) if answering else None
         self._client_options, self._server_options = tuple(client_options), list(server_options)
         self._server_tls = server_tls or server_credentials(credentials)
         self._interceptors = list(interceptors)
@@ -162,10 +166,10 @@ class GrpcTransport:
         if self._server is None:
             server = grpc.server(
                 _ThreadPerStream(),  # type: ignore[arg-type]
-                handlers=[handlers(self._answer)],
+                handlers=[handlers(self._answer), *(() if self._door is None else (self._door.handlers(),))],
                 interceptors=self._interceptors,
                 options=self._server_options,
-                maximum_concurrent_rpcs=(MAX_STREAMS + 2) * len(self._peers) + 8,
+                maximum_concurrent_rpcs=(2 * MAX_STREAMS + 2 + WAITING_CALLS) * len(self._peers) + 8,
             )
             try:
                 self._port = server.add_secure_port(self._listen, self._server_tls)
@@ -287,6 +291,8 @@ class GrpcTransport:
         for peer in peers:
             if peer.waiting is not None:
                 peer.waiting.cancel()
+        if self._door is not None:
+            self._door.close()
         self._stop_server(max(0.5, end_s - time.monotonic()))
         for peer in peers:
             if peer.incoming is not None:
@@ -418,7 +424,8 @@ class GrpcTransport:
     # --- our streams to peers ----------------------------------------------------------------------------------
 
     def _route(self, info: PeerInfo) -> Route:
-        address = self._routes.get(info.address, info.address)
+        reverse = None if self._door is None else self._door.address(info.node)
+        address = reverse or self._routes.get(info.address, info.address)
         name = node_server_name(self._credentials.cluster, info.node)
         return Route(address, lambda: open_channel(address, self._credentials, name, self._client_options))
 

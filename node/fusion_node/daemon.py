@@ -170,6 +170,7 @@ class Daemon:
                 raise event
             if isinstance(event, events.WorkerExited):
                 history.note("worker_exited", cause=event.cause, detail=event.detail)
+                self._relays.call({}, "")
             self._do(self._agent.handle(event, self._clock.monotonic_s()))
             self._mind_port()
         level = logging.ERROR if self._exit.code else logging.INFO
@@ -268,6 +269,7 @@ class Daemon:
         assert self._hardware is not None  # nothing is assigned before
         assert self._reachability is not None
         ref, settings = assignment.ref, self._settings
+        routes, answering = self._ways(assignment.payload)
         config = WorkerConfig(
             assignment=assignment.payload,
             listen=self._reachability.listen,
@@ -281,7 +283,8 @@ class Daemon:
             allow_data=tuple(str(path) for path in settings.allow_data),
             state_dirs=tuple(str(path) for path in self._state_dirs),
             emulate_flops=self._emulate_flops,
-            routes=settings.routes | self._relay_routes(assignment.payload),
+            routes=settings.routes | routes,
+            answering=answering,
         )
         name = f"worker-{ref.job}-e{ref.epoch}-s{ref.stage}"
         history.note(
@@ -291,15 +294,23 @@ class Daemon:
         self._probes.want("")
         self._supervisor.start(config, name, self._make_room)
 
-    def _relay_routes(self, payload: bytes) -> dict[str, str]:
-        """Return where the worker dials, instead of their addresses, the stages that this node cannot reach."""
+    def _ways(self, payload: bytes) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return where the worker dials the stages that only the relay reaches, and the nodes that call it instead.
+
+        From now on those are called that cannot dial this node and wait for that.
+        """
         try:
             message = plan_pb2.Assignment.FromString(payload)
         except DecodeError:
-            return {}  # the worker will say what is wrong with it
-        relayed = self._relayed | set(message.relayed)
-        stages = [stage for stage in message.plan.stages if stage.node_id in relayed]
-        return {stage.address: self._relays.route(stage.node_id) for stage in stages}
+            return {}, ()  # the worker will say what is wrong with it
+        assert self._reachability is not None  # nothing is assigned before
+        address = {stage.node_id: stage.address for stage in message.plan.stages}
+        answering = tuple(node for node in message.answering if node in address)
+        relayed = (self._relayed | set(message.relayed)) - set(answering)
+        called = {node: address[node] for node in message.called if node in address}
+        routes = self._settings.routes
+        self._relays.call({node: routes.get(at, at) for node, at in called.items()}, self._reachability.listen)
+        return {at: self._relays.route(node) for node, at in address.items() if node in relayed}, answering
 
     async def _make_room(self) -> None:
         """Before a worker starts: the port is free, and nobody writes the states that were never finished."""

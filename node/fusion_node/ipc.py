@@ -51,7 +51,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, tag="config"):
     allow_data: tuple[str, ...] = ()  #: directories that a job's data may lie in
     state_dirs: tuple[str, ...] = ()  #: where states are kept, the best place first; none: below `cache_dir`
     emulate_flops: float = 0.0  #: lab only: stretch every pass to the time that it takes at this speed; 0: don't
-    routes: dict[str, str] = {}  #: lab only: dial the right address wherever a peer states the left one
+    routes: dict[str, str] = {}  #: dial the right address wherever a peer states the left one
+    answering: tuple[str, ...] = ()  #: nodes that cannot be dialled, and call instead
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -155,6 +155,8 @@ def _what_to_open(address: str, port: int, answer: node_pb2.ProbeResponse) -> st
 
 def _until_then(relay_bytes_per_s: float) -> str:
     if not relay_bytes_per_s:
-        return "until then no node that has to dial it can train with it, as the coordinator relays nothing"
+        return "until then it trains only with nodes that it can dial itself, as the coordinator relays nothing"
     rate = format_rate(relay_bytes_per_s)
-    return f"until then the coordinator relays what is sent to it, at most {rate} for all nodes together"
+    return (
+        f"until then nodes that it cannot dial either reach it through the coordinator, at most {rate} for all together"
+    )

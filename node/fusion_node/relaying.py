@@ -1,8 +1,9 @@
-"""Connections through the coordinator's relay, for peers that this node cannot dial or that cannot dial it.
+"""Connections through the coordinator's relay, or over calls at the peer itself, for peers that cannot be dialled.
 
 Each peer that is reached so gets a port of its own on this machine's loopback interface; whoever dials it, worker or
 probe, comes out at the peer's data plane. What passes is TLS between the two nodes, so the loopback port, like the data
-plane's own, lets in nobody but the cluster's nodes.
+plane's own, lets in nobody but the cluster's nodes. Where this node can dial a peer that cannot dial it, it needs no
+relay: it keeps a call waiting at the peer's worker (`fusion.transport.reverse`), which connects to us over it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ from fusion.base.units import KIB
 from fusion.observe.logs import fields
 from fusion.protocol.status import from_rpc_error
 from fusion.security.credentials import Credentials
-from fusion.security.tls import coordinator_server_name
-from fusion.transport.channels import CLIENT_OPTIONS, open_aio_channel
+from fusion.security.tls import coordinator_server_name, node_server_name
+from fusion.transport.channels import CLIENT_OPTIONS, backoff_s, open_aio_channel
 from fusion.wire.v1 import relay_pb2, relay_pb2_grpc
 from fusion_node.reachability import is_wildcard
 
@@ -34,6 +35,7 @@ log = logging.getLogger("fusion.node.relay")
 
 PIECE_BYTES = 64 * KIB
 OPEN_S = 15.0  #: so long the coordinator may take to bring the other node
+_CALL_AGAIN_S = 0.1  #: at least, after a peer had no use for a call
 _END_OF_STREAM = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its type stubs
 
 
@@ -55,6 +57,7 @@ class Relays:
         self._credentials = credentials
         self._ports: dict[str, _Port] = {}  #: by node
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: list[asyncio.Task[None]] = []
         self.last_words: dict[str, str] = {}
 
     def route(self, node: str) -> str:
@@ -69,6 +72,47 @@ class Relays:
     def accept(self, connection: str, listen: str) -> None:
         """Join a connection that the coordinator told of to the port on which our data plane listens."""
         self._spawn(self._accept(connection, listen), "relay-accept")
+
+    def call(self, peers: Mapping[str, str], listen: str) -> None:
+        """Keep a call waiting at each of these nodes, by address, which cannot dial us; instead of all before."""
+        for task in self._calls:
+            task.cancel()
+        self._calls = [
+            self._spawn(self._keep_calling(node, address, listen), f"relay-call-{node}")
+            for node, address in peers.items()
+        ]
+
+    async def _keep_calling(self, node: str, address: str, listen: str) -> None:
+        """A call that the peer has taken is a connection, and goes on while the next one waits."""
+        attempt = 0
+        async with asyncio.TaskGroup() as connections:
+            while True:
+                taken = asyncio.Event()
+                connection = connections.create_task(self._answer(node, address, listen, taken))
+                waiting = asyncio.ensure_future(taken.wait())
+                await asyncio.wait({connection, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if taken.is_set():
+                    attempt = 0
+                else:  # no worker there yet, or no more
+                    await asyncio.sleep(_CALL_AGAIN_S + backoff_s(attempt, first_s=0.1, longest_s=1.0))
+                    attempt += 1
+
+    async def _answer(self, node: str, address: str, listen: str, taken: asyncio.Event) -> None:
+        credentials = self._credentials()
+        name = node_server_name(credentials.cluster, node)
+        try:
+            async with _calling(
+                address, credentials, name, "Accept", relay_pb2.RelayFrame(connection=""), None
+            ) as call:
+                taken.set()
+                reader, writer = await self._to_data_plane(listen)
+                try:
+                    await _join(call, reader, writer)
+                finally:
+                    writer.close()
+        except (FusionError, OSError) as error:
+            log.debug("a call at a peer ended", extra=fields(node=node, reason=error))
 
     async def close(self) -> None:
         """End all connections and listen no more."""
@@ -125,29 +169,36 @@ class Relays:
         host = ("::1" if ":" in host else "127.0.0.1") if is_wildcard(host) else host
         return await asyncio.open_connection(host, port, limit=2 * PIECE_BYTES)
 
-    @asynccontextmanager
-    async def _call(self, method: str, first: relay_pb2.RelayFrame) -> AsyncIterator[Any]:
+    def _call(self, method: str, first: relay_pb2.RelayFrame) -> AbstractAsyncContextManager[Any]:
         """Call the coordinator on a connection of its own, so that bulk never delays a heartbeat."""
         credentials = self._credentials()
         name = coordinator_server_name(credentials.cluster)
-        channel = open_aio_channel(credentials.coordinator, credentials, name, CLIENT_OPTIONS)
-        call = getattr(relay_pb2_grpc.RelayStub(channel), method)()  # type: ignore[no-untyped-call]
-        try:
-            async with asyncio.timeout(OPEN_S):
-                await call.write(first)
-                answer = await call.read()
-            if answer is _END_OF_STREAM or answer.WhichOneof("body") != "opened":
-                raise UnreachableError("the relay did not open the connection")
-            yield call
-        except TimeoutError:
-            raise UnreachableError(f"the relay did not answer within {OPEN_S:g} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "the relay") from None
-        except asyncio.InvalidStateError:  # what grpc.aio raises for a write to a call that has ended
-            raise await _end_of(call) from None
-        finally:
-            call.cancel()
-            await channel.close(None)
+        return _calling(credentials.coordinator, credentials, name, method, first, OPEN_S)
+
+
+@asynccontextmanager
+async def _calling(
+    address: str, credentials: Credentials, name: str, method: str, first: relay_pb2.RelayFrame, limit_s: float | None
+) -> AsyncIterator[Any]:
+    """Call a relay and yield the call once it is open, for at most `limit_s`; errors are ours."""
+    channel = open_aio_channel(address, credentials, name, CLIENT_OPTIONS)
+    call = getattr(relay_pb2_grpc.RelayStub(channel), method)()  # type: ignore[no-untyped-call]
+    try:
+        async with asyncio.timeout(limit_s):
+            await call.write(first)
+            answer = await call.read()
+        if answer is _END_OF_STREAM or answer.WhichOneof("body") != "opened":
+            raise UnreachableError("the relay did not open the connection")
+        yield call
+    except TimeoutError:
+        raise UnreachableError(f"the relay did not answer within {limit_s:g} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, "the relay") from None
+    except asyncio.InvalidStateError:  # what grpc.aio raises for a write to a call that has ended
+        raise await _end_of(call) from None
+    finally:
+        call.cancel()
+        await channel.close(None)
 
 
 async def _end_of(call: Any) -> FusionError:

@@ -389,6 +389,7 @@ class Worker:
             window_bytes=first_bytes,
             most_window_bytes=most_bytes,
             routes=self._config.routes,
+            answering=self._config.answering,
         )
 
     def _spare_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Nodes that cannot reach each other train through the coordinator's relay, which others cannot use."""
+"""Nodes of which one cannot dial the other train all the same, and no stranger gets through the relay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("hidden"), 2, hidden=True) as made:
+    with Cluster(tmp_path_factory.mktemp("hidden"), 2, hidden=("node-0", "node-1"), relays=True) as made:
         yield made
 
 
@@ -41,7 +41,7 @@ def test_nodes_that_nobody_can_dial_say_so_and_train_through_the_relay_with_the_
     for name in hidden.nodes:
         said = hidden.log(name)
         assert "other nodes cannot reach this one" in said
-        assert "until then the coordinator relays what is sent to it, at most 100 Mbit/s" in said
+        assert "reach it through the coordinator, at most 100 Mbit/s for all together" in said
 
     job = gpt(steps=10)
     with hidden.submit(job) as run:
@@ -77,3 +77,16 @@ def test_no_stranger_gets_through_the_relay(hidden):
                 list(stub.Connect(iter([relay_pb2.RelayFrame(target=other.identity)]), timeout=20))
             with pytest.raises(grpc.RpcError, match=r"waits for this node|may not call"):
                 list(stub.Accept(iter([relay_pb2.RelayFrame(connection="relay-abc")]), timeout=20))
+
+
+def test_where_one_end_can_dial_no_relay_is_needed_and_losses_are_those_of_one_process(tmp_path):
+    with Cluster(tmp_path / "one-way", 2, hidden=("node-1",)) as cluster:
+        seen = cluster.wait_for_links()
+        assert all(seen.links.pairs.values())
+        assert "other nodes cannot reach this one" in cluster.log("node-1")
+        assert "as the coordinator relays nothing" in cluster.log("node-1")
+        job = gpt(steps=4)
+        with cluster.submit(job) as run:
+            metrics = list(run.metrics())
+            assert len(run.status().stages) == 2
+        assert curve(metrics) == curve(job.run_local().metrics)

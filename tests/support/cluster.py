@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,15 @@ class KeptHelpers(Helpers):
 
 
 class HidingHelpers(KeptHelpers):
-    """Helpers whose nodes state an address at which nothing listens, as if a router let nobody through to them."""
+    """Helpers of which some nodes state an address at which nothing listens, as if a router let nobody through."""
+
+    def __init__(self, logs: Path, hidden: Collection[str]) -> None:
+        super().__init__(logs)
+        self._hidden = hidden
 
     def start(self, name, module, arguments, environment, *, prefix=()) -> Helper:
         arguments = list(arguments)
-        if "--advertise" in arguments:
+        if name in self._hidden:
             arguments[arguments.index("--advertise") + 1] = f"127.0.0.1:{free_ports(1)[0]}"
         return super().start(name, module, arguments, environment, prefix=prefix)
 
@@ -73,13 +77,13 @@ class HidingHelpers(KeptHelpers):
 class Cluster:
     """A coordinator and nodes `node-0`.. of equal stated speed, one thread each; use it in a `with` block.
 
-    `hidden`: no node can be dialled where it says that it is.
+    `hidden`: these cannot be dialled where they say that they are. `relays`: the coordinator joins who cannot connect.
     """
 
-    def __init__(self, directory: Path, nodes: int = 4, *, hidden: bool = False) -> None:
+    def __init__(self, directory: Path, nodes: int = 4, *, hidden: Collection[str] = (), relays: bool = False) -> None:
         self.directory = directory
-        self.helpers = (HidingHelpers if hidden else KeptHelpers)(directory / "logs")
-        self._demo = DemoCluster(self.helpers, directory, nodes, relays=hidden)
+        self.helpers = HidingHelpers(directory / "logs", hidden)
+        self._demo = DemoCluster(self.helpers, directory, nodes, relays=relays)
         self._before = set(psutil.Process().children(recursive=True))
 
     def __enter__(self) -> Cluster:

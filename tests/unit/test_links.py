@@ -310,32 +310,37 @@ def test_without_any_measurement_there_is_nothing_to_plan_by():
 # ---- through the coordinator's relay ----
 
 
-def test_a_relayed_link_has_figures_of_its_own_beside_a_direct_way_back():
+def test_where_only_one_end_can_dial_its_connection_carries_both_ways_and_no_relay_is_measured():
     book = LinkBook()
-    book.probed(
-        "a", "b", 0.0, round_trip_s=0.02, there_bytes_per_s=9 * MB, back_bytes_per_s=8 * MB, probe_bytes=MOST_BYTES
-    )
-    assert book.estimate("b", "a") == LinkEstimate(8 * MB, 0.02)  # as the dialling end saw it
-    book.probed(
-        "b",
-        "a",
-        1.0,
-        round_trip_s=0.09,
-        there_bytes_per_s=1 * MB,
-        back_bytes_per_s=2 * MB,
-        probe_bytes=FIRST_BYTES,
-        relayed=True,
-    )
-    assert book.estimate("b", "a") == LinkEstimate(1 * MB, 0.09)
+    relayed = {"round_trip_s": 0.09, "there_bytes_per_s": MB, "back_bytes_per_s": MB, "probe_bytes": FIRST_BYTES}
+    direct = {"round_trip_s": 0.02, "there_bytes_per_s": 9 * MB, "back_bytes_per_s": 8 * MB, "probe_bytes": MOST_BYTES}
+    book.probed("b", "a", 0.0, relayed=True, **relayed)
+    assert book.estimate("b", "a") == LinkEstimate(MB, 0.09)
+    assert not book.called("b", "a")
+    book.probed("a", "b", 1.0, **direct)
+    book.probed("b", "a", 2.0, relayed=True, **relayed)
+    assert book.estimate("b", "a") == LinkEstimate(8 * MB, 0.02)
     assert book.estimate("a", "b") == LinkEstimate(9 * MB, 0.02)
-    book.probed("a", "b", 2.0, round_trip_s=0.02, there_bytes_per_s=9 * MB, back_bytes_per_s=8 * MB)
-    assert book.estimate("b", "a") == LinkEstimate(1 * MB, 0.09)
-    assert book.record("b", "a").relayed
-    assert next_probes(book, ["a", "b"], {"a", "b"}, set(), 3.0) == []  # nothing is measured over and over
+    assert book.called("b", "a")
+    assert not book.called("a", "b")
+    assert next_probes(book, ["b", "a"], {"a", "b"}, set(), 3.0) == []  # nothing is measured over and over
 
     book.probed("b", "a", 4.0, round_trip_s=0.03, there_bytes_per_s=7 * MB, back_bytes_per_s=9 * MB)
-    assert not book.record("b", "a").relayed  # its owner has opened the port
+    assert book.record("b", "a").direct  # its owner has opened the port
+    assert not book.called("b", "a")
     assert book.estimate("b", "a") == LinkEstimate(7 * MB, 0.03)
+
+
+def test_without_a_relay_too_a_node_that_cannot_dial_has_a_link_to_one_that_can():
+    book = LinkBook()
+    book.probed("a", "b", 0.0, round_trip_s=0.02, there_bytes_per_s=9 * MB, back_bytes_per_s=8 * MB)
+    book.failed("b", "a", 1.0, "no answer")
+    book.failed("b", "a", 9.0, "no answer")
+    assert book.record("b", "a").absent
+    assert view_of(book, ["a", "b"]).pairs["b", "a"] == LinkEstimate(8 * MB, 0.02)
+    book.failed("a", "b", 10.0, "no answer")
+    book.failed("a", "b", 11.0, "no answer")
+    assert view_of(book, ["a", "b"]).pairs == {("a", "b"): None, ("b", "a"): None}
 
 
 def test_two_nodes_that_both_need_the_relay_have_a_link_in_the_plan():

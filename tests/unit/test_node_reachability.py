@@ -63,7 +63,7 @@ def test_p1_a_node_that_nobody_reaches_says_what_to_open():
 
 def test_a_node_that_nobody_reaches_says_that_it_will_be_relayed_and_how_fast_at_most():
     result = found(Coordinator("198.51.100.7", fixed=False, relays=12.5e6), f"0.0.0.0:{free_port()}")
-    assert result.detail.endswith("relays what is sent to it, at most 100 Mbit/s for all nodes together")
+    assert result.detail.endswith("reach it through the coordinator, at most 100 Mbit/s for all together")
 
 
 def test_p22_the_address_that_the_coordinator_sees_is_advertised_never_the_wildcard():

@@ -221,6 +221,8 @@ class Assignment(google.protobuf.message.Message):
     PLAN_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
     RELAYED_FIELD_NUMBER: builtins.int
+    ANSWERING_FIELD_NUMBER: builtins.int
+    CALLED_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     cluster_id: builtins.str
     stage: builtins.int
@@ -236,6 +238,14 @@ class Assignment(google.protobuf.message.Message):
     def relayed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """nodes that this one cannot dial: it reaches them through the coordinator's relay"""
 
+    @property
+    def answering(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """nodes that this one cannot dial, but they dial it: they keep a call of Relay.Accept there"""
+
+    @property
+    def called(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """nodes that cannot dial this one: it keeps calls of Relay.Accept at their data planes"""
+
     def __init__(
         self,
         *,
@@ -246,9 +256,11 @@ class Assignment(google.protobuf.message.Message):
         plan: Global___Plan | None = ...,
         resume: Global___Resume | None = ...,
         relayed: collections.abc.Iterable[builtins.str] | None = ...,
+        answering: collections.abc.Iterable[builtins.str] | None = ...,
+        called: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["plan", b"plan", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "job_id", b"job_id", "job_spec", b"job_spec", "plan", b"plan", "relayed", b"relayed", "resume", b"resume", "stage", b"stage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answering", b"answering", "called", b"called", "cluster_id", b"cluster_id", "job_id", b"job_id", "job_spec", b"job_spec", "plan", b"plan", "relayed", b"relayed", "resume", b"resume", "stage", b"stage"]) -> None: ...
 
 Global___Assignment: typing_extensions.TypeAlias = Assignment
 

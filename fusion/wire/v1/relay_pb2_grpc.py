@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class RelayStub(object):
     """A connection between two nodes of which one cannot reach the other, through the coordinator. What passes is the TLS
-    connection of the two nodes: the relay sees neither keys nor content. Role: node.
+    connection of the two nodes: the relay sees neither keys nor content. Role: node. A worker offers Accept too, to peers
+    that it cannot dial but that can dial it; the first frame then has an empty name.
     """
 
     def __init__(self, channel):
@@ -50,7 +51,8 @@ class RelayStub(object):
 
 class RelayServicer(object):
     """A connection between two nodes of which one cannot reach the other, through the coordinator. What passes is the TLS
-    connection of the two nodes: the relay sees neither keys nor content. Role: node.
+    connection of the two nodes: the relay sees neither keys nor content. Role: node. A worker offers Accept too, to peers
+    that it cannot dial but that can dial it; the first frame then has an empty name.
     """
 
     def Connect(self, request_iterator, context):
@@ -90,7 +92,8 @@ def add_RelayServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Relay(object):
     """A connection between two nodes of which one cannot reach the other, through the coordinator. What passes is the TLS
-    connection of the two nodes: the relay sees neither keys nor content. Role: node.
+    connection of the two nodes: the relay sees neither keys nor content. Role: node. A worker offers Accept too, to peers
+    that it cannot dial but that can dial it; the first frame then has an empty name.
     """
 
     @staticmethod
