@@ -80,13 +80,20 @@ class _Link:
         self._credit_lock = threading.Lock()
         self._told_bytes = 0  # credit
         self._interrupted = False
+        self._interrupt_lock = threading.Lock()  # else a new stream might begin between the flag and the suspension
         name = f"fusion-link-{source.stage}-{target.stage}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def interrupt(self) -> None:
         """Lose what is on its way, as a connection that is reset does."""
-        self._interrupted = True
-        self.outbox.suspend()
+        with self._interrupt_lock:
+            self._interrupted = True
+            self.outbox.suspend()
+
+    def _was_interrupted(self) -> bool:
+        with self._interrupt_lock:
+            was, self._interrupted = self._interrupted, False
+        return was
 
     def _return_credit(self) -> None:
         with self._credit_lock:
@@ -111,13 +118,11 @@ class _Link:
             self._told_bytes = standing.credited_bytes
             frames = self.outbox.frames(self.outbox.open(self.assembler.window_bytes, standing))
         for data in frames:
-            if self._interrupted:
-                self._interrupted = False
+            if self._was_interrupted():
                 return True
             self.assembler.counters.wire_bytes += len(data)
             self._deliver(data, generation)
-        again, self._interrupted = self._interrupted, False
-        return again
+        return self._was_interrupted()
 
     def _deliver(self, data: bytes, generation: int) -> None:
         chunk = chunk_of(data)

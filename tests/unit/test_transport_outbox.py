@@ -27,7 +27,7 @@ def test_a_message_under_whose_last_frame_the_stream_broke_is_counted_once(ackno
     assert (outbox.counters.messages, told) == (0, [])
     if acknowledged:
         outbox.acknowledge(100, [1])
-    frames.close()
+    del frames
     outbox.suspend()
     outbox.open(1000, Standing(next_message=2))
     assert (outbox.counters.messages, outbox.counters.payload_bytes, len(told)) == (1, 100, 1)
