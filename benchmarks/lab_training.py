@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,10 @@ class LabCluster:
     def __init__(
         self, lab: Lab, directory: Path, helpers: Helpers, speeds: Mapping[str, float], *, in_order: bool = False
     ) -> None:
-        """`speeds`: FLOPS that each host's node emulates. `in_order`: the nodes join one after the other."""
+        """`speeds`: FLOPS that each host's node emulates. `in_order`: planners see the nodes in the hosts' order.
+
+        They see them by name; so the names then begin with the hosts' numbers.
+        """
         self._lab, self._directory, self._helpers = lab, directory, helpers
         self._speeds, self._in_order = speeds, in_order
         addresses = dict(item.split("=") for item in os.environ["WANLAB_HOSTS"].split(","))
@@ -135,9 +137,7 @@ class LabCluster:
             client.info()
             stub = coordinator_pb2_grpc.AdminStub(client.channel)  # type: ignore[no-untyped-call]
             for number, host in enumerate(self._lab.hosts):
-                self._start_node(stub, host)
-                if self._in_order:
-                    self._wait(stub, partial(_joined, count=number + 1))
+                self._start_node(stub, host, f"{number}-{host}" if self._in_order else host)
             count = len(self._lab.hosts)
             self._wait(stub, lambda cluster: len(cluster.nodes) == count and _links_known(cluster))
 
@@ -147,11 +147,11 @@ class LabCluster:
             time.sleep(0.05)
         return Client(self.address, self._directory / "coordinator" / "admin")
 
-    def _start_node(self, stub: Any, host: str) -> None:
+    def _start_node(self, stub: Any, host: str, name: str) -> None:
         request = coordinator_pb2.CreateTokenRequest(request_id=random_id("req-", 20), role="node", valid_s=600.0)
         join = str(stub.CreateToken(request, timeout=10.0).join_string)
         address = f"{self._addresses[host]}:{NODE_PORT}"
-        arguments = ["start", join, "--name", host, "--home", str(self._directory / host), "--listen", address]
+        arguments = ["start", join, "--name", name, "--home", str(self._directory / host), "--listen", address]
         arguments += ["--advertise", address, "--device", "cpu", "--threads", "1", "--max-memory", "2GiB"]
         arguments += ["--emulate-speed", f"{self._speeds[host]:.0f}"]
         prefix = self._lab.command(host, [])
@@ -166,10 +166,6 @@ class LabCluster:
                 return
             time.sleep(0.25)
         raise JobError(f"{len(self._lab.hosts)} nodes and their links were not there in {START_S + LINKS_S:.0f} s")
-
-
-def _joined(cluster: Any, count: int) -> bool:
-    return len(cluster.nodes) >= count
 
 
 def _links_known(cluster: Any) -> bool:

@@ -10,7 +10,7 @@ equal_compute   the same time on each node, without codecs
 paper           the paper's: OP-Fence, and AdaTopK with ratio 100
 ours            our default planner, compression "auto"
 
-The baselines keep the order in which the nodes joined. Of the 720 orders they train in two: the median one by predicted
+The baselines keep the cluster's order of the nodes. Of the 720 orders they train in two: the median one by predicted
 step time, which stands for planners that know nothing of the network (`vs_equal_number_dense`,
 `vs_equal_compute_dense`), and site by site (`vs_*_dense_by_site`), which few orders better. All `vs_*` are their time
 per step over ours. Times are medians, the first steps left out; where codecs change during the run, each part of the
@@ -57,7 +57,7 @@ class Kind:
 
     planner: str
     compression: str
-    by_site: bool  #: whether the nodes join site by site, or in the median order
+    by_site: bool  #: whether the nodes are in order site by site, or in the median order
     whole: bool = False  #: whether all steps are trained; else only as many as its time needs
 
 
@@ -136,7 +136,7 @@ def rank(topology: Topology, flops: Mapping[str, float], steps: int) -> Ranking:
 
 
 def measure(script: Path, order: Order, hosts: Sequence[str]) -> dict[str, Any]:
-    """Run these on one lab and one cluster, whose nodes join in the order of `hosts`."""
+    """Run these on one lab and one cluster, whose nodes are in the order of `hosts`."""
     sites = order.topology["hosts"]
     topology = order.topology | {"hosts": {host: sites[host] for host in hosts}}
     with lab_up(script, topology) as lab:

@@ -1,6 +1,6 @@
-"""In which order nodes join, for `benchmarks.paper_testbed`: planners that know no network keep that order.
+"""In which order the nodes are, for `benchmarks.paper_testbed`: planners that know no network keep it.
 
-Six nodes can join in 720 orders. For each, the step time of a plan is predicted with the links of the topology's file;
+Six nodes have 720 orders. For each, the step time of a plan is predicted with the links of the topology's file;
 the order in the middle of that ranking stands for a baseline that knows nothing of sites.
 """
 
@@ -66,7 +66,7 @@ class Ranking:
 
 
 def ranking(topology: Topology, flops: Mapping[str, float], workload: Workload, job: JobView, method: str) -> Ranking:
-    """Rank all orders in which the hosts can join, for a method that keeps them."""
+    """Rank all orders of the hosts, for a method that keeps them."""
     options = Options(method)
     found = [
         (plan_workload(cluster_of(topology, order, flops), workload, job, options).plan.step_s, order)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.paper_testbed_training < order.json
 
-All run on one cluster: a coordinator here, and a node daemon of an emulated speed on every host. The nodes join in the
-order of the topology's hosts, which is the order that the baselines keep.
+All run on one cluster: a coordinator here, and a node daemon of an emulated speed on every host. Planners see
+the nodes in the order of the topology's hosts, which the baselines keep.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def train(order: Order) -> dict[str, Any]:
         cluster = LabCluster(lab, Path(text), helpers, order.speeds, in_order=True)
         cluster.start()
         with Client(cluster.address, cluster.credentials) as client:
-            names = [node.name for node in client.cluster().nodes]
+            names = [node.name.partition("-")[2] for node in client.cluster().nodes]
         if names != lab.hosts:
-            raise JobError(f"the nodes joined as {names}, not in the order {lab.hosts}")
+            raise JobError(f"planners see the nodes as {names}, not in the order {lab.hosts}")
         print(f"cluster up after {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
         return {training.name: run(training, cluster) for training in order.trainings}
 
