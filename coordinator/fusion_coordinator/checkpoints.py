@@ -18,7 +18,7 @@ from fusion_coordinator.decide import pausing
 from fusion_coordinator.decide.pausing import Complete
 from fusion_coordinator.state import AnyEvent, State
 from fusion_coordinator.state.events import CheckpointCommitted, CheckpointDropped
-from fusion_coordinator.state.records import CheckpointRecord, JobRecord
+from fusion_coordinator.state.records import CheckpointRecord, JobRecord, JobState
 
 if TYPE_CHECKING:
     from fusion_coordinator.controller import Controller
@@ -34,6 +34,7 @@ class Checkpoints:
         self.files = CheckpointFiles(directory, controller.files)
         self._under_way: dict[tuple[JobId, int], asyncio.Task[None]] = {}
         self._failed: set[tuple[JobId, int, int]] = set()  #: (job, epoch, step)
+        self._want_figures: set[JobId] = set()
 
     def tidy(self) -> None:
         """Remove what a crash left."""
@@ -52,8 +53,8 @@ class Checkpoints:
         """Begin the checkpoints of which all states are uploaded, by the nodes' word."""
         kept = self._controller.kept
         for job in self._controller.state.jobs.values():
-            if not job.stages or job.state.ended:
-                continue
+            if not job.stages or job.state in (JobState.FAILED, JobState.CANCELLED):
+                continue  # one that has succeeded may still get its last
             complete = pausing.complete_checkpoints(job, kept.of(job.job))
             for found in complete:
                 key = (job.job, found.step)
@@ -63,6 +64,12 @@ class Checkpoints:
                 self._under_way[key] = task
                 task.add_done_callback(partial(self._made, key))
 
+    def figures_came(self, job: JobId) -> None:
+        """Stages have reported steps: a checkpoint may have waited for that."""
+        if job in self._want_figures:
+            self._want_figures.discard(job)
+            self.look()
+
     def _made(self, key: tuple[JobId, int], task: asyncio.Task[None]) -> None:
         self._under_way.pop(key, None)
         if not task.cancelled() and task.exception() is not None:  # whatever it is, training goes on
@@ -70,6 +77,9 @@ class Checkpoints:
 
     async def _make(self, job: JobRecord, found: Complete) -> None:
         controller = self._controller
+        if found.step > (await controller.job_progress(job)).last_step:
+            self._want_figures.add(job.job)  # who goes on from here finds all losses up to here
+            return
         digests = [state.digest for state in found.states]
         if len(await controller.stored(digests)) < len(set(digests)):
             return  # the word came before the upload's end

@@ -473,10 +473,9 @@ class Controller:
             for stage in job.stages if job.collects else ():
                 if (stage.node, stage.incarnation) == (node, incarnation) and not stage.state.ended:
                     self.send_stop(stage, job, f"recovery: {job.reason}")
-        works = nodes.stages_on(self.state, node, incarnation)
-        if works:  # what it said before this process began is forgotten
-            session.push(node_pb2.Command(report_states=node_pb2.ReportStatesOrder()))
-        for job, index, stage in works:
+        # What it said before this process began is forgotten, and it may not have heard that a job has ended.
+        session.push(node_pb2.Command(report_states=node_pb2.ReportStatesOrder()))
+        for job, index, stage in nodes.stages_on(self.state, node, incarnation):
             if stage.state is StageState.ASSIGNED:
                 session.push(node_pb2.Command(assign=self._assignment(job, index)))
             elif index == 0 and job.next is not None and not stage.holds:

@@ -83,6 +83,7 @@ class JobProgress:
         self.last_log = last_log
         self.changed = Signal()
         self.newest = last.step if last is not None else 0  #: the last step that any stage reported
+        self.told = self.last_step  #: the last step of which the loss is known
         self.closed_after: int | None = None  #: later steps do not count: they are about to be done again
         self._parts: dict[int, dict[int, node_pb2.StageStep]] = {}
         self._ring: deque[coordinator_pb2.StepMetrics] = deque(maxlen=RING)
@@ -100,6 +101,8 @@ class JobProgress:
     def add_step(self, part: node_pb2.StageStep) -> None:
         """Take one stage's report. Steps finish in order: when a later one has, an earlier one's report was lost."""
         self.newest = max(self.newest, part.step)
+        if part.HasField("loss"):
+            self.told = max(self.told, part.step)
         if part.step <= self.last_step:
             return
         parts = self._parts.setdefault(part.step, {})

@@ -169,7 +169,8 @@ class _Recovery:
             if node in watching and self._has_told(node)
         }
         digests = {state.digest for states in kept.values() for state in states}
-        cut = recovery.best_cut(job, kept, await controller.stored(digests | moves.kept_for(job)))
+        told = (await controller.job_progress(job)).told
+        cut = recovery.best_cut(job, kept, await controller.stored(digests | moves.kept_for(job)), told)
         if cut.origin == "checkpoint" and not await controller.checkpoints.usable(job.job, cut.step):
             return await self._best()  # without the damaged one, which was dropped
         return cut

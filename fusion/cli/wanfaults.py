@@ -23,6 +23,7 @@ __all__ = ["Connection", "Fault", "Faults", "Way"]
 Kind = Literal["stall", "half-open", "reset", "refuse", "shape", "heal"]
 
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)
+_JITTER = random.Random()  # noqa: S311 - emulation
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,7 +65,7 @@ class Way:
     def arrival_s(self, count: int, now_s: float) -> float:
         """Return when the last of `count` bytes comes out, of a way that is shaped."""
         self._free_at_s = max(self._free_at_s, now_s) + (count / self.rate if self.rate else 0.0)
-        jitter_s = random.uniform(0, self.jitter_s) if self.jitter_s else 0.0  # noqa: S311 - emulation
+        jitter_s = _JITTER.uniform(0, self.jitter_s) if self.jitter_s else 0.0
         return self._free_at_s + (self.delay_s or 0.0) + jitter_s
 
     def wait_s(self, now_s: float, queue_bytes: int) -> float:

@@ -38,6 +38,7 @@ __all__ = [
 
 T = TypeVar("T")
 Option = tuple[str, int | str]
+_JITTER = random.Random()  # noqa: S311 - spreads load, no secret; the random numbers of the user's program are his
 
 MAX_MESSAGE_BYTES = 4 * MIB  #: of any one gRPC message; bulk goes in chunks of at most 1 MiB
 
@@ -138,7 +139,7 @@ def open_aio_channel(
 
 def backoff_s(attempt: int, first_s: float = _FIRST_BACKOFF_S, longest_s: float = _LONGEST_BACKOFF_S) -> float:
     """Return how long to wait after failed attempt number `attempt` (from 0): exponential, with full jitter."""
-    return random.uniform(0, min(longest_s, first_s * 2 ** min(attempt, 20)))  # noqa: S311 - spreads load, no secret
+    return _JITTER.uniform(0, min(longest_s, first_s * 2 ** min(attempt, 20)))
 
 
 def check_server(error: grpc.RpcError, what: str) -> None:

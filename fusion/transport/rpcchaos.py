@@ -21,6 +21,7 @@ from fusion.observe import history
 __all__ = ["AioRpcChaos", "RpcChaos", "share"]
 
 LATE_S = 0.3  #: within which a call that has failed under way is made all the same
+_CHAOS = random.Random()  # noqa: S311 - no secret; the random numbers of the program under test are its own
 
 _Fate = Literal["", "request", "answer", "under way"]
 
@@ -32,7 +33,7 @@ def share() -> float:
 
 
 def _draw(part: float, method: Any) -> _Fate:
-    drawn = random.random()  # noqa: S311 - chaos, no secret
+    drawn = _CHAOS.random()
     fate: _Fate = "request" if drawn < part else "answer" if drawn < 2 * part else "under way"
     if drawn >= 3 * part:
         return ""
@@ -70,7 +71,7 @@ class RpcChaos(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
         """Make the call, or not, or not yet."""
         fate = _draw(self._part, details.method)
         if fate == "under way":
-            timer = threading.Timer(random.uniform(0, LATE_S), lambda: continuation(details, request))  # noqa: S311
+            timer = threading.Timer(_CHAOS.uniform(0, LATE_S), lambda: continuation(details, request))
             timer.daemon = True
             timer.start()
         elif fate != "request":
@@ -106,7 +107,7 @@ class AioRpcChaos(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-ar
         raise grpc.aio.AioRpcError(lost.code(), empty, empty, lost.details(), None)
 
     async def _make_late(self, continuation: Callable[[Any, Any], Awaitable[Any]], details: Any, request: Any) -> None:
-        await asyncio.sleep(random.uniform(0, LATE_S))  # noqa: S311
+        await asyncio.sleep(_CHAOS.uniform(0, LATE_S))
         await _made(continuation, details, request)
 
 

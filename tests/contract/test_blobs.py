@@ -379,3 +379,9 @@ def test_backoff_grows_to_a_bound_and_is_spread():
         pauses = [backoff_s(attempt) for _ in range(400)]
         assert longest / 2 < max(pauses) <= longest
         assert min(pauses) < longest / 4
+
+
+def test_backoff_leaves_the_random_numbers_of_the_users_program_alone():
+    before = random.getstate()
+    backoff_s(3)
+    assert random.getstate() == before

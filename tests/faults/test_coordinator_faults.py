@@ -26,8 +26,7 @@ def goes_on_undisturbed(history: History) -> None:
     """One plan, no step done twice, no node given up."""
     assert history.epochs() == {1: 0}
     assert history.lost_steps() == 0
-    gone = [line for line in history.of("coordinator", "committed") if line["kind"] == "NodeGone"]
-    assert gone == []
+    assert history.nodes_gone() == []
 
 
 def steps_between(history: History, begin_s: float, end_s: float) -> set[int]:
@@ -88,20 +87,20 @@ def test_f9_killed_at_the_commit_of_a_checkpoint_the_coordinator_lists_it_whole_
 
 def test_f4_killed_while_it_makes_a_checkpoint_the_coordinator_never_lists_half_of_one(cluster: FaultCluster) -> None:
     """Before there is a folder, between two files, before the folder has its name, and before it is committed."""
-    places = ["begin@step=3", "stage@step=6,stage=1", "before_rename@step=9", "after_rename@step=12"]
+    places = ["begin", "stage@stage=1", "before_rename", "after_rename"]
     cluster.restart_coordinator(paced(0.1, *(f"checkpoint.{place}:kill9" for place in places)))
-    job = make_job(15, checkpoint=3)
+    job = make_job(60, checkpoint=3)  # so long that the last checkpoint finds a coordinator that has died often enough
     with cluster.reviving("coordinator") as deaths, cluster.submit(job) as run:
         history = cluster.finishes(run, job)
-        whole_checkpoints(cluster, run, 15)
+        whole_checkpoints(cluster, run, 60)
     assert len(deaths) == len(places)
     goes_on_undisturbed(history)
 
 
 def whole_checkpoints(cluster: FaultCluster, run: fusion.Run, newest: int) -> None:
     """Check that what is listed is what lies there, every file as its manifest says, up to step `newest`."""
+    eventually(lambda: run.checkpoints() and run.checkpoints()[-1].step == newest, f"step {newest} is listed", 15.0)
     listed = {checkpoint.step: checkpoint for checkpoint in run.checkpoints()}
-    assert max(listed) == newest
     folders = list((cluster.directory / "coordinator" / "checkpoints" / run.job_id).iterdir())
     assert {folder.name for folder in folders} == {f"step-{step}" for step in listed}
     for step, checkpoint in listed.items():

@@ -51,5 +51,4 @@ def test_f37_a_stream_that_breaks_in_the_middle_of_a_tensor_costs_at_most_that_s
         chaos.heal()
         history = far_cluster.finishes(run, job, 180.0)
     assert history.lost_steps() <= 3
-    gone = [line for line in history.of("coordinator", "committed") if line["kind"] == "NodeGone"]
-    assert gone == []
+    assert history.nodes_gone() == []

@@ -181,6 +181,8 @@ def test_a_job_without_enough_nodes_pauses_and_goes_on_by_itself(coordinator, ow
     a, b, c = nodes
     c.die()
     job = start(owner, nodes)
+    for node in (a, b):
+        node.report_steps(1, 2, loss=node is b)
     keep_both(job, a, b, 2)
     keep_both(job, b, a, 2)
     b.die()
@@ -372,6 +374,14 @@ def test_f35_a_job_that_cannot_do_without_the_draining_node_pauses(coordinator, 
 
 def checkpoint(owner, nodes, job, step, epoch=1):
     """Do what workers and daemons do at a checkpoint step; returns the digests by stage."""
+    digests = uploaded(owner, nodes, job, step, epoch)
+    for node in nodes:
+        node.report_steps(step, step, loss=node is nodes[-1])
+    return digests
+
+
+def uploaded(owner, nodes, job, step, epoch=1):
+    """Do the part of it that is about states."""
     import numpy
     from safetensors.numpy import save
 
@@ -417,6 +427,17 @@ def test_a_checkpoint_is_a_folder_that_anybody_can_read_and_only_the_latest_stay
     wait_until(lambda: len(list(folder.parent.iterdir())) == 2, "the older one is removed")
     restart(coordinator, owner, nodes)
     assert listed(owner, job) == [4, 6]
+
+
+def test_a_checkpoint_waits_until_the_losses_up_to_it_are_known(owner, nodes):
+    a, b, _ = nodes
+    job = start(owner, nodes, checkpoint_every_steps=2)
+    uploaded(owner, [a, b], job, 2)
+    a.report_steps(1, 2, loss=False)
+    time.sleep(0.5)
+    assert listed(owner, job) == []
+    b.report_steps(1, 2, loss=True)
+    wait_until(lambda: listed(owner, job) == [2], "the checkpoint")
 
 
 def test_f5_when_a_stage_and_its_copy_die_the_job_goes_back_to_the_checkpoint(owner, nodes):

@@ -184,7 +184,8 @@ class FaultCluster(Cluster):
         run.wait(timeout=within_s)
         known = reference(job.steps, points)
         seen = [(step.step, step.loss) for step in run.metrics()]
-        assert seen == list(zip(range(1, job.steps + 1), known.losses, strict=True))
+        right = list(zip(range(1, job.steps + 1), known.losses, strict=True))
+        assert seen == right, f"the owner misses {sorted({*right} - {*seen})} and sees {sorted({*seen} - {*right})}"
         history = self.events(run.job_id)
         history.check(known, MICRO_BATCHES, job.steps)
         return history

@@ -207,6 +207,12 @@ class History:
 
     # ---- figures ----
 
+    def nodes_gone(self) -> list[str]:
+        """Return the nodes that were given up since the job was submitted."""
+        begun_s = self.plans[0]["at_s"]
+        gone = [line for line in self.of("coordinator", "committed") if line["kind"] == "NodeGone"]
+        return [line["node"] for line in gone if line["at_s"] >= begun_s]
+
     def failpoint_s(self) -> float:
         """Return when the first failpoint of the job fired that is not a pause."""
         own = (line for line in self.lines if line.get("job", self.job) == self.job)

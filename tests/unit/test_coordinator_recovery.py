@@ -90,8 +90,8 @@ def kept(stage: int, step: int, number: int, epoch: int = 1, uploaded: bool = Fa
     return KeptState(JOB, epoch, stage, step, blob(number).digest, 100, uploaded)
 
 
-def cut(state: State, by_node, stored=()):
-    found = recovery.best_cut(job(state), by_node, {blob(number).digest for number in stored})
+def cut(state: State, by_node, stored=(), told=None):
+    found = recovery.best_cut(job(state), by_node, {blob(number).digest for number in stored}, told)
     return found.step, found.origin, [part.state for part in found.parts], [part.holders for part in found.parts]
 
 
@@ -107,6 +107,12 @@ def test_a_holder_serves_for_a_stage_whose_node_died_and_what_is_stored_needs_no
     by_node = {A: [kept(0, 7, 70), kept(1, 7, 71)], C: [kept(1, 7, 71)]}
     assert cut(BROKEN, by_node) == (7, "kept", [blob(70), blob(71)], [(A,), (A, C)])
     assert cut(BROKEN, by_node, stored=[70]) == (7, "kept", [blob(70), blob(71)], [(), (A, C)])
+
+
+@pytest.mark.parametrize(("told", "step"), [(9, 9), (8, 8), (7, 7), (6, 9)])
+def test_up_to_two_steps_are_done_again_when_their_losses_died_with_their_nodes(told: int, step: int):
+    by_node = {A: [kept(stage, at, 10 * at + stage) for stage in (0, 1) for at in (2, 7, 8, 9)]}
+    assert cut(BROKEN, by_node, told=told)[0] == step
 
 
 def test_states_of_other_epochs_do_not_count():

@@ -25,6 +25,7 @@ from fusion_coordinator.state.records import (
 
 MEMORY_SHARE = 0.9  #: of what a node ran out of memory with: what later plans may give it
 MOST_IN_A_ROW = 5  #: troubles without a step done in between, after which the job is taken to be at fault itself
+AGAIN_FOR_LOSSES = 2  #: steps that are rather done again than missing from the loss curve
 _AVOIDED_AFTER = {"crash": 3, "stuck": 3, "vanished": 3, "silent": 3, "device": 2}  #: in a row on one node
 _OWN_FAULT = "error"
 
@@ -122,14 +123,25 @@ class Cut:
         return tuple(part for part in self.parts if part.holders)
 
 
-def best_cut(job: JobRecord, kept: Mapping[NodeId, Collection[KeptState]], stored: Collection[str]) -> Cut:
+def best_cut(
+    job: JobRecord, kept: Mapping[NodeId, Collection[KeptState]], stored: Collection[str], told: int | None = None
+) -> Cut:
     """Return the latest step from which a broken job can go on; of equals, what needs the least to be uploaded.
 
     kept: what nodes that can be reached keep. stored: digests that the blob store has. States count that are of the
-    epoch in force; what an earlier one led to is in `job.resume`.
+    epoch in force; what an earlier one led to is in `job.resume`. told: the last step of which the loss is known; a
+    later one is only taken if it saves more than AGAIN_FOR_LOSSES steps, because its loss died with its nodes.
     """
     found = [*_kept_cuts(job, kept, stored), *_stored_cuts(job, stored), Cut(0, (), "start")]
-    return max(found, key=lambda cut: (cut.step, -len(cut.to_upload), cut.origin == "resume"))
+    latest = max(found, key=_merit)
+    if told is None or latest.step <= told:
+        return latest
+    known = max((cut for cut in found if cut.step <= told), key=_merit)
+    return known if latest.step - known.step <= AGAIN_FOR_LOSSES else latest
+
+
+def _merit(cut: Cut) -> tuple[int, int, bool]:
+    return cut.step, -len(cut.to_upload), cut.origin == "resume"
 
 
 def _kept_cuts(job: JobRecord, kept: Mapping[NodeId, Collection[KeptState]], stored: Collection[str]) -> list[Cut]:

@@ -157,6 +157,7 @@ class NodeControlService(node_pb2_grpc.NodeControlServicer):
             controller.timelines.add(job.job, request.epoch, spans)
         progress = await controller.job_progress(job)
         await controller.progress.add(progress, request.steps, request.logs)
+        controller.checkpoints.figures_came(job.job)
         return node_pb2.MetricsReportResponse()
 
     async def ReportLinks(self, request: node_pb2.LinksReport, context: Any) -> node_pb2.LinksReportResponse:  # noqa: N802
