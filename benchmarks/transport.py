@@ -59,8 +59,8 @@ CUBIC = (("net.ipv4.tcp_congestion_control", "cubic"),)
 CASES = (
     Case("share_100_20", 100, 20),
     Case("share_1000_1", 1000, 1, message_bytes=16 * MIB),
-    Case("share_100_100_loss1", 100, 100, 1.0, warm_up_s=12.0, seconds=12.0),
-    Case("share_100_100_loss1_cubic", 100, 100, 1.0, CUBIC, warm_up_s=12.0, seconds=12.0),
+    Case("share_100_100_loss1", 100, 100, 1.0, warm_up_s=25.0, seconds=12.0),
+    Case("share_100_100_loss1_cubic", 100, 100, 1.0, CUBIC, warm_up_s=25.0, seconds=12.0),
 )
 
 

@@ -33,9 +33,14 @@ class Goodput:
         return max(self._rates, default=0.0)
 
     @property
+    def trip_s(self) -> float:
+        """The shortest round trip of late; 0 while nothing is known."""
+        return min(self._trips_s, default=0.0)
+
+    @property
     def path_bytes(self) -> int:
-        """Bytes that the path holds: the shortest round trip of late times the rate; 0 while nothing is known."""
-        return int(self.bytes_per_s * min(self._trips_s, default=0.0))
+        """Bytes that the path holds, the round trip times the rate; 0 while nothing is known."""
+        return int(self.bytes_per_s * self.trip_s)
 
     def travelled(self, size: int, seconds: float) -> None:
         """Note that a message of `size` bytes was acknowledged so long after it was announced."""

@@ -230,7 +230,7 @@ class Outbox:
             now_s = time.monotonic()
             window = self.goodput.acknowledged(total_bytes, self._sent_bytes - total_bytes, now_s)
             if window is not None:
-                self.streams.sample(*window, now_s)
+                self.streams.sample(*window, now_s, self.goodput.trip_s)
             for number in whole:
                 message = self._kept.get(number)
                 if message is None or message.offset < len(message.payload):

@@ -328,7 +328,7 @@ def test_a_link_of_several_streams_loses_nothing_and_keeps_the_order_also_when_i
 class FourStreams(StreamCount):
     """Wants four streams from the first acknowledgement on."""
 
-    def sample(self, count, seconds, now_s):
+    def sample(self, count, seconds, now_s, trip_s=0.0):
         return self.streams
 
     def restart(self):

@@ -75,6 +75,14 @@ def test_a_first_try_that_came_to_nothing_by_chance_is_soon_made_up_for():
     assert lossy.streams >= 2
 
 
+def test_on_a_long_link_a_rate_is_believed_after_many_round_trips():
+    long = StreamCount()
+    streams = [long.sample(100_000, 0.1, tick / 10, 0.5) for tick in range(300)]
+    begin, end = streams.index(2), streams.index(1, streams.index(2))
+    assert begin / 10 == pytest.approx(1.5 + 15 * 0.5, abs=0.3)  # what it carries alone
+    assert (end - begin) / 10 == pytest.approx(2 * 15 * 0.5, abs=0.3)  # to come up to speed, and what both carry
+
+
 def test_a_fast_link_stays_with_one_stream():
     fast = StreamCount()
     run(fast, lambda _streams: 110e6, 60)
