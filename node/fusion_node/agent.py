@@ -3,7 +3,8 @@
 The agent holds a registration with its lease, and at most one worker. Three rules keep two nodes from ever training
 one stage at a time without any common clock:
 
-- the lease ends `self_fence_s` after the last answered heartbeat was *sent*, by this machine's own clock;
+- the lease ends `self_fence_s` after the last answered heartbeat was *sent*, by this machine's own clock; later only
+  while no stage of the job has had an answer for a while: then it is the coordinator that is away, see `contact`;
 - a stage of an epoch that is not newer than the newest seen of that job is refused;
 - a worker whose lease has ended is killed before the node speaks for it again.
 """
@@ -52,13 +53,25 @@ from fusion_node.events import (
     WorkerExited,
     WorkerReported,
 )
-from fusion_node.ipc import TERMINAL_STATES, LogEntry, Progress, Report, StageStateReport, StateUploaded, StepReport
+from fusion_node.ipc import (
+    TERMINAL_STATES,
+    Lease,
+    LogEntry,
+    Progress,
+    Report,
+    StageStateReport,
+    StateUploaded,
+    StepReport,
+    Unheard,
+)
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 15.0
 STOP_GRACE_S = 10.0  #: between asking a worker to end and killing it
 END_GRACE_S = 20.0  #: for a worker to end by itself after its last report
 LEAVE_GRACE_S = 5.0  #: the same when the daemon itself is asked to end
 FENCE_GRACE_S = 1.0  #: the same when the lease has ended: others may be given the stage 5 s later
+ALONE_SHARE = 0.5  #: of the time to the fence: so long no stage may have had an answer, for the coordinator to be away
+ALONE_FOR_SHARE, ALONE_LEAST_S = 0.2, 3.0  #: of it, and at least: how long the lease then goes on, until told again
 START_LIMIT_S = 120.0  #: until the first sign of life: torch is imported meanwhile
 HANG_LIMIT_S = 20.0  #: without a sign of life thereafter
 STUCK_LIMIT_S, STUCK_STEPS = 20.0, 10.0  #: and, at work, so long and so many median steps within one instruction
@@ -76,12 +89,20 @@ class _Registration:
     heartbeat_s: float
     self_fence_s: float
     next_heartbeat_s: float
+    grace_s: float = 0.0  #: as self_fence_s, while no stage of the job has contact
+    alone_until_s: float = 0.0  #: until then it is known that none has
     sequence: int = 0
 
     @property
     def lease_until_s(self) -> float:
         """When this node may no longer speak for its stage."""
-        return self.lease_from_s + self.self_fence_s
+        alone_s = min(self.alone_until_s, self.lease_from_s + self.grace_s)
+        return max(self.lease_from_s + self.self_fence_s, alone_s)
+
+    @property
+    def lease(self) -> Lease:
+        """The same for the worker."""
+        return Lease(self.lease_until_s, self.lease_from_s, self.self_fence_s)
 
 
 @dataclass(slots=True)
@@ -193,7 +214,12 @@ class Agent:
             return
         self._attempts = 0
         self._registration = _Registration(
-            event.incarnation, event.sent_s, event.heartbeat_s, event.self_fence_s, now_s + event.heartbeat_s
+            event.incarnation,
+            event.sent_s,
+            event.heartbeat_s,
+            event.self_fence_s,
+            now_s + event.heartbeat_s,
+            event.coordinator_grace_s,
         )
         self._do(Note("info", f"registered, incarnation {event.incarnation}"))
         self._do(Watch(event.incarnation))
@@ -214,10 +240,24 @@ class Agent:
         if registration is None or event.incarnation != registration.incarnation:
             return
         registration.lease_from_s = max(registration.lease_from_s, event.sent_s)
+        if registration.alone_until_s:
+            registration.alone_until_s = 0.0
+            self._do(Note("info", "the coordinator answers again"))
         if self._worker is not None:
-            self._do(LeaseWorker(registration.lease_until_s))
+            self._do(LeaseWorker(registration.lease))
         if self._identity in event.revoked:
             self._end(Exit(AUTH_EXIT_CODE, "this node has been revoked; ask the cluster's operator for a new token"))
+
+    def _unheard(self, quiet_s: float, now_s: float) -> None:
+        """No stage of the job has contact: nobody can have been given this node's, as long as that lasts."""
+        registration = self._registration
+        if registration is None or not registration.grace_s or quiet_s < ALONE_SHARE * registration.self_fence_s:
+            return
+        if not registration.alone_until_s:
+            grace = f"training goes on without it for up to {registration.grace_s:.0f} s"
+            self._do(Note("warning", f"no stage of the job has contact with the coordinator; {grace}"))
+        registration.alone_until_s = now_s + max(ALONE_LEAST_S, ALONE_FOR_SHARE * registration.self_fence_s)
+        self._do(LeaseWorker(registration.lease))
 
     def _fence(self, now_s: float) -> None:
         registration = self._registration
@@ -301,8 +341,8 @@ class Agent:
 
     def _start(self, assignment: Assignment, now_s: float) -> None:
         self._worker = _Worker(assignment, now_s, START_LIMIT_S)
-        lease_until_s = self._registration.lease_until_s if self._registration is not None else 0.0
-        self._do(StartWorker(assignment, lease_until_s))
+        lease = self._registration.lease if self._registration is not None else Lease(0.0)
+        self._do(StartWorker(assignment, lease))
 
     def _remember(self, job: str, epoch: int) -> None:
         self._newest[job] = max(epoch, self._newest.pop(job, 0))
@@ -356,6 +396,9 @@ class Agent:
                 self._worker_state(worker, report)
             case StateUploaded():
                 self._do(ReportStates(report.digest))
+            case Unheard():
+                if not (worker.muted or worker.ended or worker.stopping):
+                    self._unheard(report.quiet_s, now_s)
             case StepReport() | LogEntry():
                 if isinstance(report, StepReport):
                     worker.step = max(worker.step, report.step)

@@ -33,7 +33,7 @@ from fusion_node.control import Control, may_pass
 from fusion_node.emulation import as_emulated
 from fusion_node.events import Action, Assignment, Event, StageRef
 from fusion_node.hardware import Hardware, Limits, look
-from fusion_node.ipc import Hold, Recode, WorkerConfig
+from fusion_node.ipc import Hold, Lease, Recode, WorkerConfig
 from fusion_node.localport import EmulateSpeed, listening
 from fusion_node.outbox import Outbox
 from fusion_node.probes import ProbePort, measure
@@ -236,7 +236,7 @@ class Daemon:
                 self._spawn(self._heartbeat(action), "heartbeat")
             case events.StartWorker():
                 self._start_worker(action.assignment)
-                self._supervisor.lease(action.lease_until_s)
+                self._supervisor.lease(action.lease)
             case events.StopWorker():
                 log.info("stopping the worker", extra=fields(reason=action.reason, grace_s=action.grace_s))
                 self._supervisor.stop(action.reason, action.grace_s, action.ask)
@@ -245,7 +245,8 @@ class Daemon:
             case events.RecodeWorker():
                 self._supervisor.tell(action.change)
             case events.LeaseWorker():
-                self._supervisor.lease(action.until_s)
+                self._note_extension(action.lease)
+                self._supervisor.lease(action.lease)
             case events.ReportStates():
                 self._clerk.report(action.uploaded)
             case events.ReportStage():
@@ -264,6 +265,10 @@ class Daemon:
                 log.log(logging.getLevelName(action.level.upper()), action.text)
             case _:
                 assert_never(action)
+
+    def _note_extension(self, lease: Lease) -> None:
+        if lease.until_s > lease.contact_s + lease.fence_s:
+            history.note("extended", incarnation=self._agent.incarnation, until_s=lease.until_s)
 
     def _start_worker(self, assignment: Assignment) -> None:
         assert self._hardware is not None  # nothing is assigned before
@@ -344,7 +349,9 @@ class Daemon:
             return
         self._refused_since_s = None
         history.note("registered", incarnation=answer.incarnation, self_fence_s=answer.self_fence_s)
-        registered = events.Registered(answer.incarnation, sent_s, answer.heartbeat_s, answer.self_fence_s)
+        registered = events.Registered(
+            answer.incarnation, sent_s, answer.heartbeat_s, answer.self_fence_s, answer.coordinator_grace_s
+        )
         self._events.put_nowait(registered)
 
     async def _prepare(self) -> tuple[Hardware, Reachability]:

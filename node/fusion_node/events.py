@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion_node.ipc import Cause, LogEntry, Recode, Report, StageStateReport, StepReport
+from fusion_node.ipc import Cause, Lease, LogEntry, Recode, Report, StageStateReport, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Registered:
     sent_s: float
     heartbeat_s: float
     self_fence_s: float
+    coordinator_grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class StartWorker:
     """Start a worker. There is none at this moment."""
 
     assignment: Assignment
-    lease_until_s: float  #: as in LeaseWorker
+    lease: Lease  #: as in LeaseWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class RecodeWorker:
 class LeaseWorker:
     """Tell the worker until when this node may speak for its stage."""
 
-    until_s: float
+    lease: Lease
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from fusion.runtime.stage import Arrived, StageRunner
 from fusion.transport.base import Incoming, Outgoing, Payload, Transport
 from fusion.transport.window import FIRST_WINDOW_BYTES, MOST_WINDOW_BYTES
 from fusion_node import replicas
+from fusion_node.contact import contact_bytes
 
 _WIRE_KINDS = {
     MessageKind.ACTIVATION: Kind.ACTIVATION,
@@ -188,6 +189,7 @@ class PayloadLimits:
             MessageKind.VERDICT: MAX_VERDICT_BYTES,
             MessageKind.REPLICA: replicas.PART_BYTES,
             MessageKind.REPLICA_ACK: replicas.ANSWER_BYTES,
+            MessageKind.CONTACT: contact_bytes(len(parts.shards)),
         }
 
     def __call__(self, header: MessageHeader) -> int:

@@ -83,6 +83,8 @@ class Lease(msgspec.Struct, frozen=True, tag="lease"):
     does not leave a worker that trains for ever."""
 
     until_s: float  #: by SystemClock, which all processes of a machine share
+    contact_s: float = 0.0  #: when the last heartbeat that was answered was sent
+    fence_s: float = 0.0  #: the lease ends so long after that, unless no stage of the job has contact; 0: not stated
 
 
 class StageStateReport(msgspec.Struct, frozen=True, tag="state"):
@@ -184,8 +186,14 @@ class StateUploaded(msgspec.Struct, frozen=True, tag="uploaded"):
     step: Count
 
 
+class Unheard(msgspec.Struct, frozen=True, tag="unheard"):
+    """No stage of the job has contact with the coordinator. Comes again and again while that is so."""
+
+    quiet_s: float  #: how long ago any of them last had an answer
+
+
 Command = Stop | Hold | Recode | Emulate | Lease
-Report = StageStateReport | StepReport | LogEntry | Progress | StateUploaded
+Report = StageStateReport | StepReport | LogEntry | Progress | StateUploaded | Unheard
 
 
 def encode(message: WorkerConfig | Command | Report) -> bytes:
@@ -276,11 +284,12 @@ class WorkerChannel:
         on_hold: Callable[[], None] = lambda: None,
         on_emulate: Callable[[float], None] = lambda _flops: None,
         on_recode: Callable[[Recode], None] = lambda _change: None,
+        on_lease: Callable[[Lease], None] = lambda _lease: None,
     ) -> None:
         """Start two daemon threads: one waits for commands, one sends signs of life every PROGRESS_INTERVAL_S.
 
-        `on_stop(reason)`, `on_hold()`, `on_emulate(flops)` and `on_recode(change)` are called on the first one's thread
-        for the commands of these names; `on_orphaned()` once the daemon is gone.
+        `on_stop(reason)`, `on_hold()`, `on_emulate(flops)`, `on_recode(change)` and `on_lease(lease)` are called on the
+        first one's thread for the commands of these names; `on_orphaned()` once the daemon is gone.
         When the lease ends, `on_stop` comes too, and soon after it the process's end.
         """
 
@@ -296,6 +305,7 @@ class WorkerChannel:
                     on_emulate(command.flops)
                 case Lease():
                     self._lease_until_s = command.until_s
+                    on_lease(command)
 
         arguments = (obey, on_stop, on_orphaned)
         threading.Thread(target=self._watch, args=arguments, name="ipc-commands", daemon=True).start()

@@ -119,7 +119,7 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._task: asyncio.Task[None] | None = None
-        self._lease_until_s: float | None = None  #: as last stated
+        self._lease: Lease | None = None  #: as last stated
         self._early_stops: list[tuple[str, float, bool]] = []  #: asked for while the process was being made
         self._early_emulation: Emulate | None = None  #: likewise
 
@@ -165,10 +165,10 @@ class Supervisor:
         self._early_emulation = command if self._process is None else None
         self.tell(command)
 
-    def lease(self, until_s: float) -> None:
+    def lease(self, lease: Lease) -> None:
         """Tell the worker until when this node may speak for its stage."""
-        self._lease_until_s = until_s
-        self.tell(Lease(until_s))
+        self._lease = lease
+        self.tell(lease)
 
     async def close(self) -> None:
         """Kill the worker, if there is one, and wait until nothing of it is left."""
@@ -209,8 +209,8 @@ class Supervisor:
         process.stdin.write(encode(config))  # not waited for: if the worker dies of it, its exit says how
         if self._early_emulation is not None:
             process.stdin.write(encode(self._early_emulation))
-        if self._lease_until_s is not None:
-            process.stdin.write(encode(Lease(self._lease_until_s)))
+        if self._lease is not None:
+            process.stdin.write(encode(self._lease))
         for early in self._early_stops:
             self.stop(*early)
         self._early_stops.clear()

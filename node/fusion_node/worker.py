@@ -33,6 +33,7 @@ from fusion.plan.schedule import most_in_flight
 from fusion.plan.types import Plan
 from fusion.protocol.graph import graph_from_proto
 from fusion.protocol.job import BlobRef, DataSpec, JobSpec, job_from_proto
+from fusion.protocol.messages import MessageKind
 from fusion.protocol.passes import CodecPass
 from fusion.protocol.plan import Resume, plan_from_proto, plan_to_proto, resume_from_proto
 from fusion.runtime.coding import StageCoder
@@ -49,16 +50,19 @@ from fusion.transport.blobs import BlobClient
 from fusion.transport.channels import open_channel
 from fusion.transport.grpc import GrpcTransport, PeerInfo
 from fusion.wire.v1 import graph_pb2, job_pb2, plan_pb2
+from fusion_node.contact import ContactTalk
 from fusion_node.exchange import MessageReceiver, PayloadLimits, WireOutbox, window_bytes
 from fusion_node.hardware import available_memory_bytes
 from fusion_node.ipc import (
     Cause,
     ClockItem,
+    Lease,
     Recode,
     SpanItem,
     StateName,
     StateUploaded,
     StepReport,
+    Unheard,
     WorkerChannel,
     WorkerConfig,
 )
@@ -71,6 +75,7 @@ from fusion_node.usage import peak_memory_bytes
 CONNECT_TIMEOUT_S = 120.0
 MAX_GRAPH_BYTES = 256 * MIB
 DRAIN_PATIENCE_S = 60.0
+UPLOAD_PATIENCE_S = 86_400.0  #: the coordinator may be away; that ends with the node's lease, and the worker with it
 CLOSE_S = 4.0  #: for a version that is only in memory: less than the daemon waits before it ends the process
 #: What torch says of a device that is lost or in an error that stays: the same process can never use it again.
 DEVICE_ERROR = re.compile(
@@ -126,6 +131,8 @@ class Worker:
         self._failure: FusionError | None = None
         self._finished = threading.Event()
         self._connecting: GrpcTransport | None = None
+        self._contact: ContactTalk | None = None
+        self._lease: Lease | None = None
         self._hold_wanted = False
         self._emulate_flops = config.emulate_flops
         self._parts: Partition | None = None
@@ -160,6 +167,12 @@ class Worker:
         if self._runner is not None:
             self._runner.hold()
 
+    def leased(self, lease: Lease) -> None:
+        """Take note of the last contact with the coordinator; may be called from any thread."""
+        self._lease = lease
+        if self._contact is not None:
+            self._contact.leased(lease.contact_s, lease.fence_s)
+
     def recode(self, change: Recode) -> None:
         """Ask for other codecs from one of the next steps on; may be called from any thread.
 
@@ -186,7 +199,7 @@ class Worker:
         """Work until the end; reports every state. Raises what made it fail."""
         server_name = coordinator_server_name(self._credentials.cluster)
         with open_channel(self._config.coordinator, self._credentials, server_name) as control:
-            blobs = BlobClient(control)
+            blobs, patient = BlobClient(control), BlobClient(control, UPLOAD_PATIENCE_S)
             with self._saying("starting"):
                 parts = self._load_partition(blobs)
                 runner, transport = self._build(parts, blobs, control)
@@ -198,6 +211,7 @@ class Worker:
             try:
                 self._channel.state("ready")
                 self._connect(transport, runner)
+                self._talk.start()
                 self._channel.state("running")
                 runner.run(self._look)
                 self._finished.set()
@@ -206,7 +220,7 @@ class Worker:
                     if self._keeping.keeper.owes_checkpoint:
                         with self._saying("running", "uploads the last checkpoint"):
                             self._keeping.keeper.finish(lambda: self._stop_reason is not None)
-                    weights = self._upload_weights(runner.executor, parts, blobs)
+                    weights = self._upload_weights(runner.executor, parts, patient)
                     self._drain(transport)
                     self._channel.state(
                         "finished", weights_digest=weights.digest, weights_size_bytes=weights.size_bytes
@@ -214,16 +228,22 @@ class Worker:
                     reason = "finished"
                 else:
                     with self._saying("running", f"holds after step {runner.held_after}", step=runner.held_after):
-                        held = self._save_state(runner, runner.held_after, blobs)
+                        held = self._save_state(runner, runner.held_after, patient)
                         self._drain(transport)
                     reason = "held"
             finally:
                 # First, because the job may have to go on from it; the daemon kills a worker that it has asked to end.
                 self._keeping.close(CLOSE_S)
+                self._talk.close()
                 transport.close(self._stop_reason or reason)
             if held is not None:  # only now, because the next worker needs the port
                 step = runner.held_after or 0
                 self._channel.state("held", step=step, held_digest=held.digest, held_size_bytes=held.size_bytes)
+
+    @property
+    def _talk(self) -> ContactTalk:
+        assert self._contact is not None  # made with the transport
+        return self._contact
 
     @property
     def _keeping(self) -> Safekeeping:
@@ -375,7 +395,7 @@ class Worker:
         }
         in_flight = [most_in_flight(schedule) for schedule in schedules_of(plan)]
         first_bytes, most_bytes = window_bytes(parts, stage, in_flight, self._spare_bytes() // max(1, len(peers)))
-        return GrpcTransport(
+        transport = GrpcTransport(
             credentials=self._credentials,
             server_tls=server_credentials(Path(self._config.credentials_dir)),
             interceptors=[Authorizer(Access(self._credentials.cluster))],
@@ -391,6 +411,13 @@ class Worker:
             routes=self._config.routes,
             answering=self._config.answering,
         )
+        self._contact = ContactTalk(stage, len(plan.stages), self._unheard, transport.send, peers)
+        if self._lease is not None:
+            self.leased(self._lease)
+        return transport
+
+    def _unheard(self, quiet_s: float) -> None:
+        self._channel.report(Unheard(quiet_s))
 
     def _spare_bytes(self) -> int:
         """Return the memory for what has arrived and waits: what the owner allows beyond the plan's need.
@@ -405,9 +432,8 @@ class Worker:
     def _connect(self, transport: GrpcTransport, runner: StageRunner) -> None:
         """Wait for all peers; a stop that comes meanwhile ends the wait."""
         assert self._coder is not None  # made with the runner
-        receiver = MessageReceiver(
-            runner, self._coder, self._on_lost, self._on_failure, self._keeping.takers(), self._spans
-        )
+        takers = {**self._keeping.takers(), MessageKind.CONTACT: self._talk.take}
+        receiver = MessageReceiver(runner, self._coder, self._on_lost, self._on_failure, takers, self._spans)
         self._connecting = transport
         try:
             if self._stop_reason is None:
@@ -534,7 +560,13 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # strict determinism on CUDA asks for it
     try:
         worker = Worker(channel.read_config(), channel)
-        channel.watch(worker.stop, on_hold=worker.hold, on_emulate=worker.emulate, on_recode=worker.recode)
+        channel.watch(
+            worker.stop,
+            on_hold=worker.hold,
+            on_emulate=worker.emulate,
+            on_recode=worker.recode,
+            on_lease=worker.leased,
+        )
         worker.run()
     except PeerLostError as error:
         channel.state("failed", str(error), cause="peer-lost", peer_stage=error.peer)

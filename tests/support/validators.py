@@ -183,7 +183,7 @@ class History:
 
     def _lease_end_s(self, step: Line) -> float:
         """Return when the lease ended under which a step was done: as far as it had been renewed by then, and after."""
-        fence_s, from_s = 0.0, 0.0
+        fence_s, from_s, extended_s = 0.0, 0.0, 0.0
         for line in self.lines:
             if line["process"] == "daemon" and line["node"] == step["node"]:
                 if line["event"] == "registered" and line["incarnation"] == step["incarnation"]:
@@ -194,7 +194,9 @@ class History:
                     and line["at_s"] <= step["at_s"]
                 ):
                     from_s = max(from_s, line["at_s"] - line["sent_ago_s"])
-        return from_s + fence_s
+                elif line["event"] == "extended" and line["incarnation"] == step["incarnation"]:
+                    extended_s = max(extended_s, line["until_s"] if line["at_s"] <= step["at_s"] else 0.0)
+        return max(from_s + fence_s, extended_s)
 
     def v9_failures(self, *names: str) -> list[str]:
         """Check that the coordinator took note of one failure for each of these nodes, in order; return the reasons."""

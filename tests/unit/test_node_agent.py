@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusion_node import events as a
 from fusion_node.agent import Agent
 from fusion_node.events import Assignment, StageRef
-from fusion_node.ipc import LogEntry, Progress, StageStateReport, StateUploaded, StepReport
+from fusion_node.ipc import Lease, LogEntry, Progress, StageStateReport, StateUploaded, StepReport, Unheard
 
 NODE, CLUSTER, JOB = "node-under-test", "cluster-one", "job-aaaaaaaaaa"
 
@@ -407,7 +407,9 @@ def test_a_node_that_may_not_take_part_kills_its_worker_and_exits_20(event: a.Ev
 
 def test_the_revocation_of_another_node_is_not_ours():
     agent = training()
-    assert agent.handle(a.HeartbeatAnswered(7, 101.0, frozenset({"another"})), 101.0) == [a.LeaseWorker(126.0)]
+    assert agent.handle(a.HeartbeatAnswered(7, 101.0, frozenset({"another"})), 101.0) == [
+        a.LeaseWorker(Lease(126.0, 101.0, 25.0))
+    ]
 
 
 # ---- whatever happens ----
@@ -535,8 +537,8 @@ def test_the_worker_knows_until_when_its_node_may_speak_for_it() -> None:
     agent = registered()
     (start,) = assign(agent)
     assert isinstance(start, a.StartWorker)
-    assert start.lease_until_s == 125.0
-    assert agent.handle(a.HeartbeatAnswered(7, 105.0), 106.0) == [a.LeaseWorker(130.0)]
+    assert start.lease == Lease(125.0, 100.0, 25.0)
+    assert agent.handle(a.HeartbeatAnswered(7, 105.0), 106.0) == [a.LeaseWorker(Lease(130.0, 105.0, 25.0))]
 
 
 def test_states_are_reported_when_a_worker_has_ended_and_when_one_was_uploaded() -> None:
@@ -547,3 +549,54 @@ def test_states_are_reported_when_a_worker_has_ended_and_when_one_was_uploaded()
     agent = Agent(CLUSTER, NODE, random.Random(1))
     agent.start()
     assert a.ReportStates() in agent.handle(a.Registered(8, 100.0, 5.0, 25.0), 100.0)
+
+
+# ---- the coordinator away ----
+
+
+def training_with_grace(grace_s: float) -> Agent:
+    agent = Agent(CLUSTER, NODE, random.Random(1))
+    agent.start()
+    agent.handle(a.Registered(7, 100.0, 5.0, 25.0, grace_s), 100.0)
+    assign(agent, 100.0)
+    agent.handle(a.WorkerReported(StageStateReport("running")), 100.0)
+    return agent
+
+
+def goes_on_until(agent: Agent, first_s: int, last_s: int, heard_until_s: int) -> int:
+    """Return in which second the agent gives up its registration, while no stage has contact until `heard_until_s`."""
+    for second in range(first_s, last_s):
+        reports = [Unheard(second - 100.0)] * (second <= heard_until_s) + [Progress(1, second, at_work=True)]
+        actions = [action for one in reports for action in agent.handle(a.WorkerReported(one), second)]
+        if only(actions + agent.handle(a.Tick(), second), a.Register):
+            return second
+    return last_s
+
+
+def test_while_no_stage_has_contact_a_node_goes_on_for_as_long_as_the_grace():
+    assert goes_on_until(training_with_grace(900.0), 101, 1100, heard_until_s=2000) == 1000
+    assert goes_on_until(training_with_grace(0.0), 101, 1100, heard_until_s=2000) == 125
+
+
+def test_once_some_stage_may_have_contact_the_lease_ends_within_seconds():
+    assert goes_on_until(training_with_grace(900.0), 101, 300, heard_until_s=200) == 205
+    assert goes_on_until(training_with_grace(900.0), 101, 300, heard_until_s=111) == 125  # too early to tell
+
+
+def test_the_worker_hears_of_the_longer_lease_and_the_operator_once():
+    agent = training_with_grace(900.0)
+    assert agent.handle(a.WorkerReported(Unheard(12.4)), 112.4) == []
+    said, lease = agent.handle(a.WorkerReported(Unheard(22.0)), 122.0)
+    assert isinstance(said, a.Note)
+    assert "no stage of the job has contact" in said.text
+    assert lease == a.LeaseWorker(Lease(127.0, 100.0, 25.0))
+    assert agent.handle(a.WorkerReported(Unheard(23.0)), 123.0) == [a.LeaseWorker(Lease(128.0, 100.0, 25.0))]
+    said, lease = agent.handle(a.HeartbeatAnswered(7, 124.0), 124.0)
+    assert isinstance(said, a.Note)
+    assert lease == a.LeaseWorker(Lease(149.0, 124.0, 25.0))
+
+
+def test_a_worker_that_is_being_stopped_has_no_say():
+    agent = training_with_grace(900.0)
+    agent.handle(a.StopOrdered(7, JOB, 1, "enough"), 110.0)
+    assert agent.handle(a.WorkerReported(Unheard(22.0)), 122.0) == []
