@@ -40,7 +40,7 @@ class DemoNode:
         """Return the command line's part that is about the device."""
         memory_bytes = min(self.memory_bytes, psutil.virtual_memory().total)
         speed = ["--emulate-speed" if self.emulated else "--speed", repr(self.flops)]
-        return ["--device", "cpu", "--threads", "1", "--max-memory", str(memory_bytes), *speed]
+        return ["--device", "cpu", "--threads", "1", "--no-spare-worker", "--max-memory", str(memory_bytes), *speed]
 
 
 class DemoCluster:

@@ -92,6 +92,12 @@ def join(join_string: str, name: str | None, force: bool, home: Path | None) -> 
 @click.option(
     "--allow-data", multiple=True, metavar="DIR", type=click.Path(path_type=Path), help="Jobs may read data there."
 )
+@click.option(
+    "--spare-worker/--no-spare-worker",
+    default=True,
+    show_default=True,
+    help="Keep a process ready for the next stage, so that recovery does not wait for torch to load; about 200 MiB.",
+)
 @click.option("--require-reachable", is_flag=True, help="End if other nodes cannot reach this one.")
 @click.option(
     "--drain-timeout",
@@ -197,6 +203,7 @@ def _settings(
     routes: Path | None = None,
     require_reachable: bool = False,
     drain_timeout: float = 120.0,
+    spare_worker: bool = True,
     emulate_speed: str = "",
 ) -> Settings:
     """Return the daemon's settings, checked as far as that is possible before anything runs."""
@@ -224,6 +231,7 @@ def _settings(
         routes=read_routes(routes) if routes else {},
         require_reachable=require_reachable,
         drain_timeout_s=drain_timeout,
+        spare_worker=spare_worker,
         emulate_flops=emulated,
     )
 

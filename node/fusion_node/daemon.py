@@ -40,9 +40,11 @@ from fusion_node.probes import ProbePort, measure
 from fusion_node.reachability import DEFAULT_LISTEN, NotReachableError, Reachability, find_out
 from fusion_node.relaying import Relays
 from fusion_node.renewal import keep_renewed
+from fusion_node.spares import Spares
 from fusion_node.stateclerk import StateClerk
 from fusion_node.statefiles import StateFiles, state_directories
-from fusion_node.supervisor import WORKER_COMMAND, Supervisor
+from fusion_node.supervisor import Supervisor
+from fusion_node.workerprocess import WORKER_COMMAND
 
 log = logging.getLogger("fusion.node")
 
@@ -66,6 +68,7 @@ class Settings:
     routes: dict[str, str] = field(default_factory=dict)
     require_reachable: bool = False
     drain_timeout_s: float = 120.0  #: how long to wait, when asked to end, for jobs to go on without this node
+    spare_worker: bool = False  #: keep a worker process ready beside the one that works
     emulate_flops: float = 0.0  #: lab: the speed to stand for; 0: its own
 
     @property
@@ -123,7 +126,8 @@ class Daemon:
         self._agent = Agent(credentials.cluster, credentials.identity)
         self._events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self._emulate_flops = settings.emulate_flops
-        self._supervisor = Supervisor(settings.home / "logs", self._events.put_nowait, worker_command)
+        self._spares = Spares(worker_command) if settings.spare_worker else None
+        self._supervisor = Supervisor(settings.home / "logs", self._events.put_nowait, worker_command, self._spares)
         self._outbox = Outbox(self._name, clock)
         self._control = Control(credentials)
         self._state_dirs = state_directories(settings.cache_dir, credentials.identity)
@@ -348,6 +352,8 @@ class Daemon:
             self._events.put_nowait(await self._register_failure(error))
             return
         self._refused_since_s = None
+        if self._spares is not None and self._supervisor.pid is None:
+            self._spares.want(hardware.threads, now=True)
         history.note("registered", incarnation=answer.incarnation, self_fence_s=answer.self_fence_s)
         registered = events.Registered(
             answer.incarnation, sent_s, answer.heartbeat_s, answer.self_fence_s, answer.coordinator_grace_s

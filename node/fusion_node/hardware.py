@@ -21,7 +21,7 @@ from fusion.base.errors import ConfigError
 from fusion.base.units import format_bytes
 from fusion.wire.v1 import node_pb2
 from fusion_node.ipc import one_line
-from fusion_node.supervisor import worker_environment
+from fusion_node.workerprocess import worker_environment
 
 MEMORY_SHARE = 0.8  #: of what is there, unless the owner states a limit
 BENCHMARK_COMMAND = (sys.executable, "-P", "-m", "fusion_node.benchmark")

@@ -7,19 +7,14 @@ import contextlib
 import os
 import re
 import signal
-import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-import fusion
-import fusion_node
-from fusion.base.children import child_environment
 from fusion.base.errors import WireError
 from fusion.base.units import MIB
 from fusion_node.events import WorkerExited, WorkerReported
 from fusion_node.ipc import (
-    MAX_LINE_BYTES,
     Cause,
     Command,
     Emulate,
@@ -31,15 +26,13 @@ from fusion_node.ipc import (
     encode,
     one_line,
 )
+from fusion_node.spares import Spares
+from fusion_node.workerprocess import WORKER_COMMAND, close_pipes, start_process
 
-WORKER_COMMAND = (sys.executable, "-P", "-m", "fusion_node.worker")
 MAX_LOG_BYTES = 8 * MIB  #: of one file; a worker has at most two, the older ends in ".1"
 MAX_LOG_FILES = 20  #: of a node
 TAIL_LINES, TAIL_CHARACTERS = 3, 600  #: of the worker's stderr that go into the reason of its failure
 PIPE_LINGER_S = 2.0  #: how long to read on after the process has gone
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-#: glibc gives memory back to the system, and faults it in again, with every micro-batch: 6-9 % of a small stage's time.
-_KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 1024 * MIB, "MALLOC_MMAP_THRESHOLD_": 256 * MIB}
 _OUT_OF_MEMORY = re.compile(r"\b(MemoryError|OutOfMemoryError|out of memory|can't allocate memory)\b", re.IGNORECASE)
 
 
@@ -68,16 +61,6 @@ class BoundedLog:
         """Return the last lines as one."""
         lines = [line.strip() for line in self._tail.decode("utf-8", "replace").splitlines()]
         return " | ".join(deque((line for line in lines if line), TAIL_LINES))[-TAIL_CHARACTERS:]
-
-
-def worker_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a worker: its thread count, and a path on which it finds this very package."""
-    environment = child_environment((fusion, fusion_node), base)
-    environment.update({name: str(threads) for name in THREAD_VARIABLES})
-    for name, size in _KEPT_MEMORY.items():
-        environment.setdefault(name, str(size))
-    environment["PYTHONFAULTHANDLER"] = "1"  # a crash in C code leaves its stack in the log
-    return environment
 
 
 def _kernel_oom_kills() -> int:
@@ -114,7 +97,9 @@ class Supervisor:
         logs: Path,
         on_event: Callable[[WorkerReported | WorkerExited], None],
         command: Sequence[str] = WORKER_COMMAND,
+        spares: Spares | None = None,
     ) -> None:
+        """`spares`: processes that have everything loaded; without any, a worker loads everything when it starts."""
         self._logs, self._on_event, self._command = logs, on_event, tuple(command)
         self._process: asyncio.subprocess.Process | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -122,6 +107,7 @@ class Supervisor:
         self._lease: Lease | None = None  #: as last stated
         self._early_stops: list[tuple[str, float, bool]] = []  #: asked for while the process was being made
         self._early_emulation: Emulate | None = None  #: likewise
+        self._spares = spares
 
     @property
     def pid(self) -> int | None:
@@ -175,6 +161,8 @@ class Supervisor:
         self.stop("the daemon ends", 0.0)
         if self._task is not None:
             await self._task
+        if self._spares is not None:
+            await self._spares.close()
 
     @staticmethod
     def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
@@ -192,15 +180,9 @@ class Supervisor:
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             prune_logs(self._logs)
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=worker_environment(config.threads),
-                start_new_session=True,  # Ctrl-C in the daemon's terminal is for the daemon alone
-                limit=MAX_LINE_BYTES,
-            )
+            process = None if self._spares is None else await self._spares.take(config.threads)
+            if process is None:
+                process = await start_process(self._command, config.threads)
         except OSError as error:
             self._on_event(WorkerExited("error", f"worker did not start: {error}"))
             return
@@ -214,6 +196,8 @@ class Supervisor:
         for early in self._early_stops:
             self.stop(*early)
         self._early_stops.clear()
+        if self._spares is not None:
+            self._spares.want(config.threads)
         log = BoundedLog(self._logs / f"{name}.log")
         readers = asyncio.gather(self._read_reports(process), _copy_errors(process, log))
         returncode = await process.wait()
@@ -223,7 +207,7 @@ class Supervisor:
             timer.cancel()
         self._timers.clear()
         self._process = None
-        _close_pipes(process)
+        close_pipes(process)
         self._on_event(WorkerExited(*describe_exit(returncode, log.tail(), _kernel_oom_kills() - oom_kills)))
 
     async def _read_reports(self, process: asyncio.subprocess.Process) -> None:
@@ -236,13 +220,6 @@ class Supervisor:
                 self._on_event(WorkerReported(decode_report(line)))
             except (WireError, ValueError) as error:  # ValueError: a line over the limit
                 self._on_event(WorkerReported(LogEntry("warning", one_line(str(error)))))
-
-
-def _close_pipes(process: asyncio.subprocess.Process) -> None:
-    """asyncio closes them only when the object is collected, and a child of the worker may hold them open."""
-    transport = getattr(process, "_transport", None)
-    if transport is not None:
-        transport.close()
 
 
 async def _copy_errors(process: asyncio.subprocess.Process, log: BoundedLog) -> None:

@@ -25,6 +25,7 @@ from fusion.cli.helpers import Helper, Helpers, last_line, run_once
 from fusion.job.client import Client
 from fusion.plan.types import Cluster as PlannedCluster
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from fusion_node.spares import MARK
 
 WITHIN_S = 40.0  #: the product's promise: after a process was killed, so soon everybody knows
 _GONE_S = 20.0
@@ -334,9 +335,9 @@ def processes_of(directory: Path) -> list[psutil.Process]:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Whether a process is a node's worker; one that has just ended is none."""
+    """Whether a process is a node's worker; one that has just ended is none, nor is one made before it had work."""
     try:
-        return "fusion_node.worker" in process.cmdline()
+        return "fusion_node.worker" in process.cmdline() and MARK not in process.cmdline()
     except psutil.Error:
         return False
 

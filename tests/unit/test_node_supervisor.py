@@ -17,8 +17,8 @@ from fusion_node.supervisor import (
     Supervisor,
     describe_exit,
     prune_logs,
-    worker_environment,
 )
+from fusion_node.workerprocess import worker_environment
 
 CONFIG = WorkerConfig(b"", "127.0.0.1:0", "/c", "127.0.0.1:1", "/cache", incarnation=1)
 
