@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -133,6 +134,14 @@ class CertificateAuthority:
             )
         )
         return builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    def has_issued(self, certificate_pem: bytes) -> bool:
+        """Whether a certificate, valid or not any more, is of this CA."""
+        try:
+            x509.load_pem_x509_certificate(certificate_pem).verify_directly_issued_by(self.certificate)
+        except (ValueError, TypeError, InvalidSignature):
+            return False
+        return True
 
     def new_credentials(
         self, role: Role, name: str, coordinator: str, wall_s: float, *, hosts: Sequence[str] = ()

@@ -20,6 +20,7 @@ from fusion.base.errors import AuthError
 from fusion.base.ids import ClusterId
 
 IDENTITY_LENGTH = 20
+RENEWABLE_S = 7 * 86_400.0  #: after its end a node gets a new certificate for the old one
 
 
 class Role(StrEnum):
@@ -43,6 +44,7 @@ class Credentials:
     key_pem: bytes
     certificate_pem: bytes
     ca_pem: bytes
+    enrol_port: int = 0  #: of the coordinator, on the same host; 0: one further than its mutual-TLS port
 
     @classmethod
     def load(cls, directory: Path) -> Credentials:
@@ -63,17 +65,30 @@ class Credentials:
         except msgspec.DecodeError as error:
             raise AuthError(f"{directory / 'identity.json'} is not usable: {error}; join again") from None
         return cls(
-            ClusterId(about.cluster), about.identity, about.role, about.name, about.coordinator, key, certificate, ca
+            ClusterId(about.cluster),
+            about.identity,
+            about.role,
+            about.name,
+            about.coordinator,
+            key,
+            certificate,
+            ca,
+            about.enrol_port,
         )
 
     def save(self, directory: Path) -> None:
         """Write the credentials, each file whole or not at all; the key can be read by its owner only."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        about = _Identity(self.cluster, self.identity, self.role, self.name, self.coordinator)
+        about = _Identity(self.cluster, self.identity, self.role, self.name, self.coordinator, self.enrol_port)
         write_file(directory / "key.pem", self.key_pem, 0o600)
         write_file(directory / "certificate.pem", self.certificate_pem, 0o644)
         write_file(directory / "ca.pem", self.ca_pem, 0o644)
         write_file(directory / "identity.json", msgspec.json.format(msgspec.json.encode(about)) + b"\n", 0o644)
+
+    def expired_but_renewable(self, wall_s: float) -> bool:
+        """Whether the certificate is too old to be used, and not too old for a new one without a token."""
+        end_s = x509.load_pem_x509_certificate(self.certificate_pem).not_valid_after_utc.timestamp()
+        return end_s < wall_s < end_s + RENEWABLE_S
 
     def check(self, wall_s: float) -> None:
         """Raise AuthError with the real cause if a peer would refuse this certificate at `wall_s`.
@@ -101,6 +116,7 @@ class _Identity(msgspec.Struct, frozen=True):
     role: Role
     name: str
     coordinator: str
+    enrol_port: int = 0
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:

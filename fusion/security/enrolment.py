@@ -11,8 +11,9 @@ import hashlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from cryptography.hazmat.primitives import serialization
 from fusion.base.address import join_address, split_address
 from fusion.base.errors import AuthError, ConfigError, FusionError, UnreachableError
 from fusion.base.ids import ClusterId, check_name
-from fusion.security.credentials import Credentials, Role, identity_of, key_to_pem, make_csr, new_key
+from fusion.security.credentials import Credentials, Role, identity_of, key_to_pem, load_key, make_csr, new_key
 from fusion.security.tls import caller_of_certificate, coordinator_server_name
 
 JOIN_VERSION = 1
@@ -137,7 +138,15 @@ def enrol(join: JoinString, name: str, *, timeout_s: float = _CONNECT_TIMEOUT_S)
         if caller.cluster != join.cluster or caller.identity != identity_of(key.public_key()):
             raise AuthError(f"the coordinator at {enrol_address} certified somebody else; nothing was saved")
         return Credentials(
-            join.cluster, caller.identity, caller.role, name, address, key_to_pem(key), certificate_pem, join.ca_pem
+            join.cluster,
+            caller.identity,
+            caller.role,
+            name,
+            address,
+            key_to_pem(key),
+            certificate_pem,
+            join.ca_pem,
+            join.enrol_port,
         )
     raise _worst(failures)
 
@@ -183,21 +192,47 @@ def _certificate_problem(address: str, error: ssl.SSLCertVerificationError) -> s
 
 def _call(join: JoinString, address: str, name: str, csr_der: bytes) -> bytes:
     """Send the request. A lost answer is asked for again: the same key gets the same answer."""
+    from fusion.wire.v1 import enrolment_pb2
+
+    request = enrolment_pb2.EnrolRequest(token_id=join.token_id, secret=join.secret, csr_der=csr_der, name=name)
+    with _open(address, join.cluster, join.ca_pem) as stub:
+        answer = _with_retries(lambda: stub.Enrol(request, timeout=_ENROL_TIMEOUT_S), address)
+    return bytes(answer.certificate_pem)
+
+
+def renew_expired(credentials: Credentials) -> Credentials:
+    """Return a node's credentials with a new certificate for the same key, instead of one that has expired.
+
+    AuthError if it has been too long, or the node was revoked; UnreachableError if nobody answers.
+    """
+    from fusion.wire.v1 import enrolment_pb2
+
+    host, port = split_address("coordinator", credentials.coordinator)
+    address = join_address(host, credentials.enrol_port or port + 1)
+    csr_der = make_csr(load_key(credentials.key_pem))
+    request = enrolment_pb2.RenewExpiredRequest(certificate_pem=credentials.certificate_pem, csr_der=csr_der)
+    with _open(address, credentials.cluster, credentials.ca_pem) as stub:
+        answer = _with_retries(lambda: stub.RenewExpired(request, timeout=_ENROL_TIMEOUT_S), address)
+    renewed = replace(credentials, certificate_pem=bytes(answer.certificate_pem))
+    renewed.check(time.time())
+    return renewed
+
+
+@contextmanager
+def _open(address: str, cluster: ClusterId, ca_pem: bytes) -> Iterator[Any]:
+    """Yield a stub for a coordinator's enrolment port."""
     import grpc
 
-    from fusion.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
+    from fusion.wire.v1 import enrolment_pb2_grpc
 
-    server_name = coordinator_server_name(join.cluster)
+    server_name = coordinator_server_name(cluster)
     options = [
         ("grpc.ssl_target_name_override", server_name),
         ("grpc.default_authority", server_name),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    request = enrolment_pb2.EnrolRequest(token_id=join.token_id, secret=join.secret, csr_der=csr_der, name=name)
-    with grpc.secure_channel(address, grpc.ssl_channel_credentials(join.ca_pem), options=options) as channel:
-        stub = enrolment_pb2_grpc.EnrolmentStub(channel)  # type: ignore[no-untyped-call]
-        answer = _with_retries(lambda: stub.Enrol(request, timeout=_ENROL_TIMEOUT_S), address)
-    return bytes(answer.certificate_pem)
+    with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca_pem), options=options) as channel:
+        yield enrolment_pb2_grpc.EnrolmentStub(channel)  # type: ignore[no-untyped-call]
 
 
 def _with_retries(call: Callable[[], Any], address: str) -> Any:

@@ -24,10 +24,11 @@ _OWNERS = frozenset({Role.OWNER, Role.ADMIN})
 _ADMIN = frozenset({Role.ADMIN})
 _NOBODY: frozenset[Role] = frozenset()
 
-#: Every method of every service, by full name. Enrol stands open on a port of its own, where no certificate exists yet;
-#: no certificate lets anybody call it elsewhere.
+#: Every method of every service, by full name. Those of Enrolment stand open on a port of their own, to callers without
+#: a valid certificate; no certificate lets anybody call them elsewhere.
 METHOD_ROLES: dict[str, frozenset[Role]] = {
     "/fusion.wire.v1.Enrolment/Enrol": _NOBODY,
+    "/fusion.wire.v1.Enrolment/RenewExpired": _NOBODY,
     "/fusion.wire.v1.NodeControl/Register": _NODE,
     "/fusion.wire.v1.NodeControl/Heartbeat": _NODE,
     "/fusion.wire.v1.NodeControl/Watch": _NODE,

@@ -24,6 +24,7 @@ from fusion.observe import history
 from fusion.observe.doctor import CLOCK_WARN_S, diagnose_server
 from fusion.observe.logs import fields
 from fusion.security.credentials import Credentials
+from fusion.security.enrolment import renew_expired
 from fusion.security.tls import coordinator_server_name
 from fusion.transport.channels import backoff_s
 from fusion.wire.v1 import job_pb2, node_pb2, plan_pb2
@@ -107,6 +108,10 @@ async def run(
 ) -> int:
     """Run until a signal or a final refusal; return the exit code. Raises our errors for what is wrong at the start."""
     clock = clock or process_clock()
+    if credentials.expired_but_renewable(clock.wall_s()):
+        credentials = await asyncio.to_thread(renew_expired, credentials)
+        credentials.save(settings.home)
+        log.info("certificate renewed, which expired while this node was off")
     credentials.check(clock.wall_s())
     settings.limits.check()
     with only_daemon(settings.home):
@@ -395,7 +400,8 @@ class Daemon:
         try:
             self._credentials.check(self._clock.wall_s())
         except AuthError as problem:
-            return problem
+            renewable = self._credentials.expired_but_renewable(self._clock.wall_s())
+            return UnreachableError(f"{problem}, unless it is renewed soon") if renewable else problem
         address, name = self._control.address, coordinator_server_name(self._credentials.cluster)
         return await asyncio.to_thread(diagnose_server, address, name, self._settings.home) or error
 
@@ -426,7 +432,9 @@ class Daemon:
 
     def _refused(self, incarnation: int, error: FusionError) -> None:
         """A call under a registration failed: does the registration still stand?"""
-        if isinstance(error, AuthError):
+        if isinstance(error, AuthError) and self._credentials.expired_but_renewable(self._clock.wall_s()):
+            log.warning("the certificate has expired; it is being renewed", extra=fields(reason=error))
+        elif isinstance(error, AuthError):
             self._events.put_nowait(events.AccessRefused(str(error)))
         elif isinstance(error, StateError | NotFoundError):
             self._events.put_nowait(events.RegistrationLost(incarnation, str(error)))

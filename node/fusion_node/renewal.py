@@ -15,6 +15,7 @@ from fusion.base.clock import Clock
 from fusion.base.errors import FusionError
 from fusion.observe.logs import fields
 from fusion.security.credentials import Credentials, load_key, make_csr
+from fusion.security.enrolment import renew_expired
 from fusion.transport.channels import backoff_s
 from fusion_node.control import Control
 
@@ -35,6 +36,8 @@ def renewal_wall_s(certificate_pem: bytes, jitter: float) -> float:
 
 async def renew_once(credentials: Credentials, control: Control, wall_s: float) -> Credentials:
     """Return the credentials with a new certificate for the same key; AuthError if what came back is not usable."""
+    if credentials.expired_but_renewable(wall_s):
+        return await asyncio.to_thread(renew_expired, credentials)
     certificate_pem = await control.renew(make_csr(load_key(credentials.key_pem)))
     renewed = replace(credentials, certificate_pem=certificate_pem)
     renewed.check(wall_s)

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from fusion.base.errors import AuthError, ConfigError, UnreachableError
-from fusion.security.ca import CertificateAuthority
+from fusion.security.ca import VALID_S, CertificateAuthority
 from fusion.security.credentials import Credentials, Role, key_to_pem, load_key, make_csr, new_key
-from fusion.security.enrolment import enrol, parse_join_string
+from fusion.security.enrolment import enrol, parse_join_string, renew_expired
 from fusion.security.roles import METHOD_ROLES
 from fusion.security.tls import caller_of_certificate, coordinator_server_name
 from fusion.wire.v1 import coordinator_pb2, enrolment_pb2, enrolment_pb2_grpc, node_pb2
@@ -187,6 +187,46 @@ def test_t18_a_lost_answer_is_given_again_to_the_same_key_only(coordinator, admi
             stub.Enrol(enrolment_pb2.EnrolRequest(name="x" * 20_000), timeout=10)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert try_method(channel, "/fusion.wire.v1.Admin/Info") is grpc.StatusCode.UNIMPLEMENTED
+
+
+def off_since(coordinator, days, *, role=Role.NODE, ca=None):
+    """Credentials of somebody whose certificate ended so long ago."""
+    begin_s = time.time() - VALID_S[role] - days * 86_400
+    made = (ca or coordinator.ca).new_credentials(role, "n0", coordinator.address, begin_s)
+    return dataclasses.replace(made, enrol_port=int(coordinator.enrol_address.rpartition(":")[2]))
+
+
+def test_a_node_that_was_off_while_its_certificate_expired_gets_a_new_one_for_its_key(coordinator):
+    old = off_since(coordinator, 6.9)
+    assert old.expired_but_renewable(time.time())
+    renewed = renew_expired(old)
+    assert (renewed.key_pem, renewed.identity) == (old.key_pem, old.identity)
+    renewed.check(time.time())
+    node = FakeNode(coordinator, "n0", credentials=renewed)
+    assert node.register().incarnation > 0
+    node.die()
+
+
+def test_a_node_that_is_certified_still_may_ask_too(coordinator):
+    renew_expired(off_since(coordinator, -0.5)).check(time.time())
+
+
+def test_nobody_else_gets_a_certificate_for_an_expired_one(coordinator, admin):
+    late = off_since(coordinator, 7.1)
+    assert not late.expired_but_renewable(time.time())
+    with pytest.raises(AuthError, match=r"expired 7 days ago, a new one is given for up to 7 days; join again"):
+        renew_expired(late)
+    with pytest.raises(AuthError, match="only nodes"):
+        renew_expired(off_since(coordinator, 2.0, role=Role.OWNER))
+    with pytest.raises(AuthError, match="for another key"):
+        renew_expired(dataclasses.replace(off_since(coordinator, 2.0), key_pem=key_to_pem(new_key())))
+    foreign = off_since(coordinator, 2.0, ca=CertificateAuthority.create(coordinator.config.cluster, time.time()))
+    with pytest.raises(AuthError, match="not of this cluster"):
+        renew_expired(dataclasses.replace(foreign, ca_pem=coordinator.ca.pem))
+    gone = enrol(token(admin), "gone")
+    admin.Revoke(coordinator_pb2.RevokeRequest(request_id=request_id(), identity=gone.identity), timeout=10)
+    with pytest.raises(AuthError, match="has been revoked"):
+        renew_expired(dataclasses.replace(gone, enrol_port=off_since(coordinator, 0).enrol_port))
 
 
 def test_b11_an_expired_token_says_so(admin):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cryptography import x509
 
 from fusion.base.errors import AuthError
-from fusion.security.ca import BACKDATE_S, CertificateAuthority
+from fusion.security.ca import BACKDATE_S, VALID_S, CertificateAuthority
 from fusion.security.credentials import Role, load_key
 from fusion_node.renewal import renew_once, renewal_wall_s
 from tests.support.node import CLUSTER
@@ -51,3 +52,12 @@ def test_a_certificate_of_another_ca_is_not_taken():
     before = ca.new_credentials(Role.NODE, "n", "c:1", time.time())
     with pytest.raises(AuthError, match="not issued by this cluster's CA"):
         asyncio.run(renew_once(before, Control(other), time.time()))  # type: ignore[arg-type]
+
+
+def test_a_certificate_that_has_expired_is_renewed_at_the_port_that_asks_for_none(monkeypatch: pytest.MonkeyPatch):
+    begin_s = time.time() - VALID_S[Role.NODE] - 86_400
+    ca = CertificateAuthority.create(CLUSTER, begin_s)
+    old = ca.new_credentials(Role.NODE, "n", "c:1", begin_s)
+    new = dataclasses.replace(old, certificate_pem=ca.issue(load_key(old.key_pem).public_key(), Role.NODE, time.time()))
+    monkeypatch.setattr("fusion_node.renewal.renew_expired", lambda found: new if found == old else None)
+    assert asyncio.run(renew_once(old, Control(ca), time.time())) == new  # type: ignore[arg-type]

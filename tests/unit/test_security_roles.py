@@ -72,6 +72,7 @@ def test_the_table_holds_every_method_and_nothing_else():
 def test_only_the_roles_that_the_contract_names_may_call():
     assert METHOD_ROLES["/fusion.wire.v1.Peer/Exchange"] == {Role.NODE}
     assert METHOD_ROLES["/fusion.wire.v1.Enrolment/Enrol"] == set()
+    assert METHOD_ROLES["/fusion.wire.v1.Enrolment/RenewExpired"] == set()
     assert METHOD_ROLES["/fusion.wire.v1.Admin/CreateToken"] == {Role.ADMIN}
     for method, roles in METHOD_ROLES.items():
         assert Role.COORDINATOR not in roles

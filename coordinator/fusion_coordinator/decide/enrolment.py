@@ -6,7 +6,7 @@ import hashlib
 import hmac
 
 from fusion.base.errors import AuthError, ConfigError, NotFoundError
-from fusion.security.credentials import Role
+from fusion.security.credentials import RENEWABLE_S, Role
 from fusion_coordinator.state import AnyEvent, State
 from fusion_coordinator.state.events import Enrolled, Revoked, TokenCreated
 from fusion_coordinator.state.records import TokenRecord
@@ -54,6 +54,18 @@ def _check_usable(state: State, token: TokenRecord, identity: str, wall_s: float
         raise AuthError(f"this join token expired {wall_s - token.expires_wall_s:.0f} s ago; make a new one")
     if identity in state.revoked:
         raise AuthError("this key was revoked; join with a new one")
+
+
+def renewable(state: State, identity: str, role: Role, expired_wall_s: float, wall_s: float) -> None:
+    """Check that a node may have a new certificate for one that has expired; AuthError says why not."""
+    if role is not Role.NODE:
+        raise AuthError("only nodes' certificates are renewed after their end; join again")
+    if identity in state.revoked:
+        raise AuthError("this node has been revoked; ask the cluster's operator for a new token")
+    if wall_s > expired_wall_s + RENEWABLE_S:
+        days = (wall_s - expired_wall_s) / 86_400
+        limit = f"a new one is given for up to {RENEWABLE_S / 86_400:.0f} days"
+        raise AuthError(f"the certificate expired {days:.0f} days ago, {limit}; join again with a token")
 
 
 def revoke(state: State, identity: str, wall_s: float) -> list[AnyEvent]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66usion/wire/v1/enrolment.proto\x12\x0e\x66usion.wire.v1\"O\n\x0c\x45nrolRequest\x12\x10\n\x08token_id\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63sr_der\x18\x03 \x01(\x0c\x12\x0c\n\x04name\x18\x04 \x01(\t\"l\n\rEnrolResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63\x61_pem\x18\x05 \x01(\x0c\x32Q\n\tEnrolment\x12\x44\n\x05\x45nrol\x12\x1c.fusion.wire.v1.EnrolRequest\x1a\x1d.fusion.wire.v1.EnrolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66usion/wire/v1/enrolment.proto\x12\x0e\x66usion.wire.v1\"O\n\x0c\x45nrolRequest\x12\x10\n\x08token_id\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63sr_der\x18\x03 \x01(\x0c\x12\x0c\n\x04name\x18\x04 \x01(\t\"l\n\rEnrolResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63\x61_pem\x18\x05 \x01(\x0c\"?\n\x13RenewExpiredRequest\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63sr_der\x18\x02 \x01(\x0c\"/\n\x14RenewExpiredResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\x0c\x32\xac\x01\n\tEnrolment\x12\x44\n\x05\x45nrol\x12\x1c.fusion.wire.v1.EnrolRequest\x1a\x1d.fusion.wire.v1.EnrolResponse\x12Y\n\x0cRenewExpired\x12#.fusion.wire.v1.RenewExpiredRequest\x1a$.fusion.wire.v1.RenewExpiredResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENROLREQUEST']._serialized_end=129
   _globals['_ENROLRESPONSE']._serialized_start=131
   _globals['_ENROLRESPONSE']._serialized_end=239
-  _globals['_ENROLMENT']._serialized_start=241
-  _globals['_ENROLMENT']._serialized_end=322
+  _globals['_RENEWEXPIREDREQUEST']._serialized_start=241
+  _globals['_RENEWEXPIREDREQUEST']._serialized_end=304
+  _globals['_RENEWEXPIREDRESPONSE']._serialized_start=306
+  _globals['_RENEWEXPIREDRESPONSE']._serialized_end=353
+  _globals['_ENROLMENT']._serialized_start=356
+  _globals['_ENROLMENT']._serialized_end=528
 # @@protoc_insertion_point(module_scope)

@@ -69,3 +69,42 @@ class EnrolResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["ca_pem", b"ca_pem", "certificate_pem", b"certificate_pem", "cluster_id", b"cluster_id", "identity", b"identity", "role", b"role"]) -> None: ...
 
 Global___EnrolResponse: typing_extensions.TypeAlias = EnrolResponse
+
+@typing.final
+class RenewExpiredRequest(google.protobuf.message.Message):
+    """By a node that was off while its certificate expired. The CSR's signature proves that it has the key; a copy of the
+    request is of no use to others, because the answer is for that key.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CERTIFICATE_PEM_FIELD_NUMBER: builtins.int
+    CSR_DER_FIELD_NUMBER: builtins.int
+    certificate_pem: builtins.bytes
+    """the expired one"""
+    csr_der: builtins.bytes
+    """for the same key"""
+    def __init__(
+        self,
+        *,
+        certificate_pem: builtins.bytes = ...,
+        csr_der: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate_pem", b"certificate_pem", "csr_der", b"csr_der"]) -> None: ...
+
+Global___RenewExpiredRequest: typing_extensions.TypeAlias = RenewExpiredRequest
+
+@typing.final
+class RenewExpiredResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CERTIFICATE_PEM_FIELD_NUMBER: builtins.int
+    certificate_pem: builtins.bytes
+    def __init__(
+        self,
+        *,
+        certificate_pem: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate_pem", b"certificate_pem"]) -> None: ...
+
+Global___RenewExpiredResponse: typing_extensions.TypeAlias = RenewExpiredResponse

@@ -40,6 +40,11 @@ class EnrolmentStub(object):
                 request_serializer=fusion_dot_wire_dot_v1_dot_enrolment__pb2.EnrolRequest.SerializeToString,
                 response_deserializer=fusion_dot_wire_dot_v1_dot_enrolment__pb2.EnrolResponse.FromString,
                 _registered_method=True)
+        self.RenewExpired = channel.unary_unary(
+                '/fusion.wire.v1.Enrolment/RenewExpired',
+                request_serializer=fusion_dot_wire_dot_v1_dot_enrolment__pb2.RenewExpiredRequest.SerializeToString,
+                response_deserializer=fusion_dot_wire_dot_v1_dot_enrolment__pb2.RenewExpiredResponse.FromString,
+                _registered_method=True)
 
 
 class EnrolmentServicer(object):
@@ -52,6 +57,12 @@ class EnrolmentServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewExpired(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EnrolmentServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +70,11 @@ def add_EnrolmentServicer_to_server(servicer, server):
                     servicer.Enrol,
                     request_deserializer=fusion_dot_wire_dot_v1_dot_enrolment__pb2.EnrolRequest.FromString,
                     response_serializer=fusion_dot_wire_dot_v1_dot_enrolment__pb2.EnrolResponse.SerializeToString,
+            ),
+            'RenewExpired': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewExpired,
+                    request_deserializer=fusion_dot_wire_dot_v1_dot_enrolment__pb2.RenewExpiredRequest.FromString,
+                    response_serializer=fusion_dot_wire_dot_v1_dot_enrolment__pb2.RenewExpiredResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +105,33 @@ class Enrolment(object):
             '/fusion.wire.v1.Enrolment/Enrol',
             fusion_dot_wire_dot_v1_dot_enrolment__pb2.EnrolRequest.SerializeToString,
             fusion_dot_wire_dot_v1_dot_enrolment__pb2.EnrolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewExpired(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fusion.wire.v1.Enrolment/RenewExpired',
+            fusion_dot_wire_dot_v1_dot_enrolment__pb2.RenewExpiredRequest.SerializeToString,
+            fusion_dot_wire_dot_v1_dot_enrolment__pb2.RenewExpiredResponse.FromString,
             options,
             channel_credentials,
             insecure,
