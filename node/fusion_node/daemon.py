@@ -109,15 +109,26 @@ async def run(
     """Run until a signal or a final refusal; return the exit code. Raises our errors for what is wrong at the start."""
     clock = clock or process_clock()
     if credentials.expired_but_renewable(clock.wall_s()):
-        credentials = await asyncio.to_thread(renew_expired, credentials)
-        credentials.save(settings.home)
-        log.info("certificate renewed, which expired while this node was off")
-    credentials.check(clock.wall_s())
+        credentials = await _renewed_at_start(credentials, settings.home)
+    else:
+        credentials.check(clock.wall_s())
     settings.limits.check()
     with only_daemon(settings.home):
         history.begin("daemon", node=credentials.identity, name=settings.name or credentials.name)
         daemon = Daemon(settings, credentials, worker_command, clock)
         return await daemon.run()
+
+
+async def _renewed_at_start(credentials: Credentials, home: Path) -> Credentials:
+    """Return credentials that are good again; the same, to be renewed later, while the coordinator is away."""
+    try:
+        renewed = await asyncio.to_thread(renew_expired, credentials)
+    except UnreachableError as error:
+        log.warning("the certificate expired while this node was off; no new one yet", extra=fields(reason=error))
+        return credentials
+    renewed.save(home)
+    log.info("the certificate expired while this node was off; it has a new one")
+    return renewed
 
 
 class Daemon:

@@ -7,14 +7,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 
-from fusion.base.errors import AuthError, StateError
+from fusion.base.errors import AuthError, StateError, UnreachableError
 from fusion.protocol.job import BlobRef
+from fusion.security.credentials import Credentials, Role, load_key
 from fusion.wire.v1 import node_pb2
 from fusion_node import daemon
 from fusion_node.statefiles import Kept, StateFiles, state_directories
@@ -408,10 +410,37 @@ def test_the_certificate_is_renewed_at_two_thirds_of_its_life_without_losing_con
     assert (home / "key.pem").read_bytes() == node.key_pem
 
 
+def test_a_node_whose_certificate_expired_while_it_was_off_gets_a_new_one_as_soon_as_there_is_somebody_to_ask(
+    coordinator: ScriptedCoordinator, address: str, home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fusion_node.renewal.RETRY_FIRST_S", 0.01)
+    old = coordinator.make_node(home, address, wall_s=time.time() - 1000, valid_s=500.0)
+    key = load_key(old.key_pem).public_key()
+    new = replace(old, certificate_pem=coordinator.ca.issue(key, Role.NODE, time.time()))
+    asked: list[bytes] = []
+
+    def renewed(found: Credentials) -> Credentials:
+        asked.append(found.certificate_pem)
+        if len(asked) == 1:
+            raise UnreachableError("nobody answers")
+        return new
+
+    monkeypatch.setattr("fusion_node.daemon.renew_expired", renewed)
+    monkeypatch.setattr("fusion_node.renewal.renew_expired", renewed)
+
+    async def scenario() -> None:
+        async with running(home, old) as task:
+            await until(lambda: bool(coordinator.heartbeats), task)
+
+    asyncio.run(scenario())
+    assert asked == [old.certificate_pem] * 2
+    assert Credentials.load(home).certificate_pem == new.certificate_pem
+
+
 def test_b33_an_expired_certificate_is_named_before_anything_is_tried(
     coordinator: ScriptedCoordinator, address: str, home: Path
 ):
-    node = coordinator.make_node(home, address, wall_s=time.time() - 1000, valid_s=500.0)
+    node = coordinator.make_node(home, address, wall_s=time.time() - 8 * 86_400, valid_s=500.0)
     with pytest.raises(AuthError, match=r"expired at .* join again"):
         asyncio.run(daemon.run(daemon.Settings(home=home, limits=FAST), node))
     assert coordinator.registered == []
