@@ -132,7 +132,7 @@ class History:
             assert (line["message_job"], line["message_epoch"]) == (line["job"], line["epoch"]), f"V3 {line}"
             names = ("job", "epoch", "stage", "source", "kind", "step", "micro_batch", "edge")
             key = tuple(line[name] for name in names)
-            if line["kind"].startswith("REPLICA"):  # a copy that was damaged is sent again
+            if line["kind"].startswith(("REPLICA", "CONTACT")):  # a copy that was damaged, and a doubt, are told again
                 continue
             assert key not in seen, f"V3 taken twice: {key}"
             seen.add(key)
