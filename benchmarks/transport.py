@@ -33,7 +33,7 @@ from fusion.base.units import MIB
 from fusion.cli.democluster import free_ports
 from fusion.security.ca import CertificateAuthority
 from fusion.security.credentials import Role
-from fusion_node.supervisor import worker_environment
+from fusion_node.workerprocess import worker_environment
 
 PORT = 7445
 GRACE_S = 90.0
