@@ -41,7 +41,7 @@ def test_f7_f32_training_goes_on_without_the_coordinator_and_nothing_is_lost(
     cluster: FaultCluster, how: signal.Signals
 ) -> None:
     cluster.set_failpoints(paced(0.12))
-    job = make_job(36)
+    job = make_job(60)  # it must not end while the coordinator is away
     away_s = 10.0 if how is signal.SIGKILL else 4.0
     with cluster.running(job, step=3) as run:
         begin_s = time.monotonic()
