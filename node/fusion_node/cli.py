@@ -96,7 +96,7 @@ def join(join_string: str, name: str | None, force: bool, home: Path | None) -> 
     "--spare-worker/--no-spare-worker",
     default=True,
     show_default=True,
-    help="Keep a process ready for the next stage, so that recovery does not wait for torch to load; about 200 MiB.",
+    help="Keep a process ready for the next stage, so that recovery does not wait for torch to load; about 300 MiB.",
 )
 @click.option("--require-reachable", is_flag=True, help="End if other nodes cannot reach this one.")
 @click.option(

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 from fusion.base.units import MIB
 from fusion_node.hardware import available_memory_bytes
-from fusion_node.workerprocess import WORKER_COMMAND, close_pipes, start_process
+from fusion_node.workerprocess import MARK, WORKER_COMMAND, close_pipes, start_process
 
-MARK = "--prepared"  #: on its command line, for whoever looks at the list of processes
 SPARE_AFTER_S = 5.0  #: after a worker's start: what it loads comes first
-SPARE_ROOM_BYTES = 1024 * MIB  #: of free memory that there must be; a spare process takes about 200 MiB
+SPARE_ROOM_BYTES = 1024 * MIB  #: of free memory that there must be; a spare process takes about 300 MiB
 
 
 class Spares:

@@ -6,6 +6,7 @@ when it is told to stop, when a peer is lost, or when its daemon is gone.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -71,6 +72,7 @@ from fusion_node.safekeeping import Safekeeping, partners
 from fusion_node.stagestate import HandedOn, foreign_parameters, load_stage, tensor_digest
 from fusion_node.statefiles import FileSource, Kept, StateFiles
 from fusion_node.usage import peak_memory_bytes
+from fusion_node.workerprocess import MARK
 
 CONNECT_TIMEOUT_S = 120.0
 MAX_GRAPH_BYTES = 256 * MIB
@@ -557,6 +559,8 @@ class Worker:
 def main() -> None:
     """Run one worker over this process's stdin and stdout."""
     channel = WorkerChannel.take_stdio()
+    if MARK in sys.argv:
+        importlib.import_module("torch._dynamo")  # the first optimizer would: it takes as long as torch itself
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # strict determinism on CUDA asks for it
     try:
         worker = Worker(channel.read_config(), channel)
@@ -584,6 +588,9 @@ def main() -> None:
         channel.state("failed", f"{type(error).__name__}: {error}", cause=cause)
     channel.close()
     sys.stderr.flush()
+    # All is said and closed. The interpreter's own end would wait for seconds for gRPC's threads whose peers are gone, and
+    # the next worker would wait for this one.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from fusion.base.units import MIB
 from fusion_node.ipc import MAX_LINE_BYTES
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "fusion_node.worker")
+MARK = "--prepared"  #: on the command line of one that is to load everything before it has work
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 #: glibc gives memory back to the system, and faults it in again, with every micro-batch: 6-9 % of a small stage's time.
 _KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": 1024 * MIB, "MALLOC_MMAP_THRESHOLD_": 256 * MIB}

@@ -25,7 +25,7 @@ from fusion.cli.helpers import Helper, Helpers, last_line, run_once
 from fusion.job.client import Client
 from fusion.plan.types import Cluster as PlannedCluster
 from fusion.wire.v1 import coordinator_pb2, coordinator_pb2_grpc
-from fusion_node.spares import MARK
+from fusion_node.workerprocess import MARK
 
 WITHIN_S = 40.0  #: the product's promise: after a process was killed, so soon everybody knows
 _GONE_S = 20.0
