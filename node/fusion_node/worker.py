@@ -588,8 +588,8 @@ def main() -> None:
         channel.state("failed", f"{type(error).__name__}: {error}", cause=cause)
     channel.close()
     sys.stderr.flush()
-    # All is said and closed. The interpreter's own end would wait for seconds for gRPC's threads whose peers are gone, and
-    # the next worker would wait for this one.
+    # All is said and closed. The interpreter's own end would wait for gRPC's threads whose peers are gone, for seconds,
+    # and the next worker would wait for this one.
     os._exit(0)
 
 
