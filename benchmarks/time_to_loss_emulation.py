@@ -35,7 +35,7 @@ def at_speed(cluster: Cluster, flops: float) -> Cluster:
     return replace(cluster, nodes=tuple(replace(node, flops=flops) for node in cluster.nodes))
 
 
-def _slower(cluster: Cluster, times: float) -> Cluster:
+def slowed(cluster: Cluster, times: float) -> Cluster:
     """Return the cluster with everything that takes time taking so many times longer."""
 
     def link(one: Link | None) -> Link | None:
@@ -53,7 +53,7 @@ def step_times(cluster: Cluster, jobs: Mapping[str, Job], slower: float) -> dict
     which everything takes `slower` times longer, and times are divided by that.
     """
     with tempfile.TemporaryDirectory(prefix="fusion-steps-") as path, Helpers(Path(path, "l")) as helpers:
-        emulation = Emulation(helpers, Path(path), _slower(cluster, slower))
+        emulation = Emulation(helpers, Path(path), slowed(cluster, slower))
         emulation.start()
         emulation.wait()
         found = {name: _step_time(emulation, helpers, job) for name, job in jobs.items()}

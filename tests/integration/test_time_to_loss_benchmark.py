@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.convergence import Runs
 from benchmarks.time_to_loss import CLUSTER, Pace, loss_at, measure, steps_to
+from benchmarks.time_to_loss_emulation import at_speed, slowed
 from fusion.plan.cluster_file import parse_cluster
 
 CURVE = [(10.0, 3.0), (20.0, 2.0), (30.0, 2.5), (40.0, 1.0)]
@@ -23,6 +24,18 @@ def test_a_loss_between_two_measurements_is_reached_between_them() -> None:
 def test_the_loss_after_a_time_is_read_from_the_curve() -> None:
     pace = Pace(((1, 0.5), (21, 1.0)), "none")
     assert [loss_at(seconds, pace, CURVE) for seconds in (1.0, 7.5, 10.0, 15.0, 99.0)] == [3.0, 2.5, 2.0, 2.25, 1.0]
+
+
+def test_an_emulated_cluster_takes_as_many_times_longer_for_everything() -> None:
+    cluster = at_speed(parse_cluster(CLUSTER, "cluster"), 20e9)
+    slow = slowed(cluster, 5.0)
+    assert {node.flops for node in slow.nodes} == {4e9}
+    for one in cluster.nodes:
+        for other in cluster.nodes:
+            before, after = cluster.links.between(one, other), slow.links.between(one, other)
+            if before is not None and after is not None:
+                assert (after.rate_bytes_per_s, after.delay_s) == (before.rate_bytes_per_s / 5, before.delay_s * 5)
+    assert slow.links.default is not None
 
 
 @pytest.mark.slow
