@@ -29,6 +29,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,13 @@ from typing import Any
 import msgspec
 
 from benchmarks.lab import Topology, congestion_control, hosts_of, lab_up
-from benchmarks.paper_testbed_orders import Ranking, ranking
+from benchmarks.paper_testbed_orders import Ranking, equal_compute_cuts, ranking
 from benchmarks.paper_testbed_training import TENSOR_BYTES, Order, Training, make_job, train_dense
 from benchmarks.pipeline import TESTBED
 from fusion.base.errors import ConfigError
 from fusion.job.prepare import captured_graph
-from fusion.plan.workload import workload_of
+from fusion.plan.types import JobView
+from fusion.plan.workload import Workload, workload_of
 from fusion.protocol.job import job_view
 
 SLOWEST_FLOPS = 1.25e9  #: as fast as leaves the two cores that compute for all nodes 60 % idle in our steps
@@ -129,10 +131,23 @@ def read_topology(script: Path) -> Topology:
     return found
 
 
+@lru_cache
+def _model(steps: int) -> tuple[Workload, JobView]:
+    draft, graph = captured_graph(make_job(training("equal_number", steps)))
+    return workload_of(graph), job_view(draft)
+
+
 def rank(topology: Topology, flops: Mapping[str, float], steps: int) -> Ranking:
     """Rank the orders for equal numbers of operators."""
-    draft, graph = captured_graph(make_job(training("equal_number", steps)))
-    return ranking(topology, flops, workload_of(graph), job_view(draft), "equal-number")
+    return ranking(topology, flops, *_model(steps), "equal-number")
+
+
+def with_cuts(found: Training, base: Order, hosts: Sequence[str]) -> Training:
+    """Return a run by equal compute with its cuts; others as they are."""
+    if found.planner != "equal-compute":
+        return found
+    cuts = equal_compute_cuts(base.topology, hosts, base.speeds, *_model(found.length))
+    return msgspec.structs.replace(found, cuts=cuts)
 
 
 def measure(script: Path, order: Order, hosts: Sequence[str]) -> dict[str, Any]:
@@ -166,7 +181,7 @@ def runs_of(options: argparse.Namespace, cached: dict[str, Any]) -> dict[str, An
             hosts = ranked.median
             quantiles = {f"{share:.0%}": ranked.seconds(share) for share in (0, 0.25, 0.5, 0.75, 1)}
             runs["orders"] = {"median": hosts, "predicted_equal_number_s": quantiles}
-        trainings = [training(name, options.steps) for name in names]
+        trainings = [with_cuts(training(name, options.steps), base, hosts) for name in names]
         runs |= measure(options.lab, msgspec.structs.replace(base, trainings=trainings), hosts)
     return runs
 

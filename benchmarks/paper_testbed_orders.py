@@ -73,3 +73,15 @@ def ranking(topology: Topology, flops: Mapping[str, float], workload: Workload, 
         for order in permutations(hosts_of(topology))
     ]
     return Ranking(tuple(sorted(found)))
+
+
+def equal_compute_cuts(
+    topology: Topology, order: Sequence[str], flops: Mapping[str, float], workload: Workload, job: JobView
+) -> list[int]:
+    """Return where equal compute cuts for the nodes in this order, between blocks where little crosses.
+
+    A coordinator that is asked for "equal-compute" cuts wherever the compute is most nearly equal, whatever crosses
+    there, which would be no fair baseline on slow links.
+    """
+    plan = plan_workload(cluster_of(topology, order, flops), workload, job, Options("equal-compute")).plan
+    return [stage.first_operator for stage in plan.stages[1:]]

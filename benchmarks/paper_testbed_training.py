@@ -45,6 +45,7 @@ class Training(msgspec.Struct, frozen=True):
     compression: str
     steps: int  #: that are run; the learning rate is that of `length`
     length: int
+    cuts: list[int] = []  #: for the nodes in their order, instead of the planner's own
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -72,7 +73,8 @@ def make_job(training: Training) -> Job:
         grad_clip=1.0,
         seed=1,
         threads=1,
-        planner=training.planner,
+        planner="equal-number" if training.cuts else training.planner,
+        cuts=training.cuts,
         compression=training.compression,
         replan=False,
         name="paper-testbed",
