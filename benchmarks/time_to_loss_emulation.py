@@ -14,7 +14,7 @@ from fusion.cli.emulation import Emulation
 from fusion.cli.helpers import Helpers
 from fusion.job.job import Job
 from fusion.plan.codecs import compression_text
-from fusion.plan.types import Cluster, Link, LinkTable
+from fusion.plan.types import Cluster, Link, LinkTable, Uplink
 
 WARM_UP = 2  #: steps that do not count: connections and their estimates come up to speed
 COUNTED = 7
@@ -42,8 +42,13 @@ def slowed(cluster: Cluster, times: float) -> Cluster:
         return None if one is None else Link(one.rate_bytes_per_s / times, one.delay_s * times)
 
     nodes = tuple(replace(node, flops=node.flops / times) for node in cluster.nodes)
-    pairs = {pair: link(one) for pair, one in cluster.links.pairs.items()}
-    return Cluster(nodes, LinkTable(pairs, default=link(cluster.links.default)))
+    table = cluster.links
+    pairs = {pair: link(one) for pair, one in table.pairs.items()}
+    sites = {pair: link(one) for pair, one in table.sites.items()}
+    uplinks = {
+        site: Uplink(one.out_bytes_per_s / times, one.in_bytes_per_s / times) for site, one in table.uplinks.items()
+    }
+    return Cluster(nodes, LinkTable(pairs, sites, link(table.default), uplinks))
 
 
 def step_times(cluster: Cluster, jobs: Mapping[str, Job], slower: float) -> dict[str, StepTime]:
