@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.faultcluster import FaultCluster
 
-
 SCENARIO_S = 420  #: leases have to end, workers to start again, and the machine may be busy
 
 
