@@ -60,8 +60,8 @@ def test_f7_f32_training_goes_on_without_the_coordinator_and_nothing_is_lost(
 
 @pytest.fixture(scope="module")
 def impatient_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultCluster]:
-    """Nodes that end their work 12 s after an answer, and 30 s after it if nobody has had any."""
-    settings = {"heartbeat_s": 2.0, "self_fence_s": 12.0, "lease_s": 30.0, "coordinator_grace_s": 30.0}
+    """Nodes that end their work 12 s after an answer, and 45 s after it if nobody has had any."""
+    settings = {"heartbeat_s": 2.0, "self_fence_s": 12.0, "lease_s": 30.0, "coordinator_grace_s": 45.0}
     with FaultCluster(tmp_path_factory.mktemp("impatient"), nodes=4, settings=settings) as made:
         yield made
 
@@ -74,7 +74,7 @@ def test_f8_the_coordinator_may_stay_away_for_longer_than_a_lease(impatient_node
     with cluster.running(job, step=3) as run:
         begin_s = time.monotonic()
         cluster.kill("coordinator")
-        time.sleep(22.0)
+        time.sleep(18.0)
         cluster.helpers.again("coordinator")
         back_s = time.monotonic()
         eventually(lambda: run.status().state is fusion.JobState.RUNNING, "the job runs, as the coordinator knows", 10)
@@ -91,14 +91,14 @@ def test_f8_after_the_grace_nodes_end_their_work_and_go_on_from_it_when_the_coor
     cluster = impatient_nodes
     cluster.heal()
     cluster.set_failpoints(paced(0.2))
-    job = make_job(60)
+    job = make_job(90)
     with cluster.running(job, step=3) as run:
         begin_s = time.monotonic()
         cluster.kill("coordinator")
-        time.sleep(42.0)
+        time.sleep(58.0)
         history = cluster.events(run.job_id)
         last_s = max(line["at_s"] for line in history.steps)
-        assert 18.0 < last_s - begin_s < 36.0  # beyond the fence, not beyond the grace
+        assert 18.0 < last_s - begin_s < 52.0  # beyond the fence, not beyond the grace
         cluster.helpers.again("coordinator")
         history = cluster.finishes(run, job)
     assert len(history.epochs()) == 2
