@@ -55,7 +55,14 @@ class World:
         for name, node in self.nodes.items():
             join_string = self.coordinator.run("fusion-coordinator", "token", "create").strip()
             assert f"as {name}" in node.run("fusion-node", "join", join_string, "--name", name)
-            node.start("fusion-node", "start", *NODE_OPTIONS, "--listen", f"127.0.0.1:{self.node_ports[name]}")
+            node.start(
+                "fusion-node",
+                "start",
+                *NODE_OPTIONS,
+                "--no-spare-worker",
+                "--listen",
+                f"127.0.0.1:{self.node_ports[name]}",
+            )
         join_string = self.coordinator.run("fusion-coordinator", "token", "create", "--role", "owner").strip()
         assert "joined cluster" in self.owner.run("fusion", "join", join_string, "--name", "ada")
         eventually(lambda: [node["state"] for node in self.list_nodes()] == ["idle"] * 2, "both nodes are idle")
@@ -189,6 +196,9 @@ def test_a_running_cluster_listens_only_where_the_documents_say_and_only_workers
         coordinator = world.coordinator.process()
         assert ports_of(coordinator) == {world.port, world.enrolment_port}
         assert not has_loaded(coordinator, "libtorch")
+        (planner,) = coordinator.children(recursive=True)
+        assert ports_of(planner) == set()
+        assert not has_loaded(planner, "libtorch")
         for name, node in world.nodes.items():
             daemon = node.process()
             assert ports_of(daemon) == set()
@@ -197,14 +207,14 @@ def test_a_running_cluster_listens_only_where_the_documents_say_and_only_workers
             assert is_worker(worker)
             assert ports_of(worker) == {world.node_ports[name]}
             assert has_loaded(worker, "libtorch")
-        assert len(processes_of(world.directory)) == 5
+        assert len(processes_of(world.directory)) == 6
         _check_timeline(world, job, tmp_path)
     finally:
         assert "cancelled" in world.owner.run("fusion", "cancel", job, "--reason", "seen enough")
     status = world.owner.run("fusion", "status", job)
     assert "cancelled" in status
     assert "seen enough" in status
-    eventually(lambda: len(processes_of(world.directory)) == 3, "both workers have ended")
+    eventually(lambda: len(processes_of(world.directory)) == 4, "both workers have ended")
     for name, node in world.nodes.items():  # the daemons have taken their ports back, to be measured there
         eventually(lambda node=node, name=name: ports_of(node.process()) == {world.node_ports[name]}, "it listens")
 
