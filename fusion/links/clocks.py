@@ -38,9 +38,10 @@ class ClockBook:
         """Return the other clock's offset; None before the first pair."""
         if not self._pairs:
             return None
-        least, most = max(low for low, _ in self._pairs), min(high for _, high in self._pairs)
+        pairs = list(self._pairs)  # in one go: another thread may add to them meanwhile
+        least, most = max(low for low, _ in pairs), min(high for _, high in pairs)
         if least > most:  # a clock has drifted: the closest pair counts alone
-            least, most = min(self._pairs, key=lambda pair: pair[1] - pair[0])
+            least, most = min(pairs, key=lambda pair: pair[1] - pair[0])
         return Offset((least + most) / 2, (most - least) / 2)
 
 

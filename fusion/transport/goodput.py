@@ -30,12 +30,12 @@ class Goodput:
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second; 0 while nothing is known."""
-        return max(self._rates, default=0.0)
+        return max(list(self._rates), default=0.0)  # a copy: another thread may add to them meanwhile
 
     @property
     def trip_s(self) -> float:
         """The shortest round trip of late; 0 while nothing is known."""
-        return min(self._trips_s, default=0.0)
+        return min(list(self._trips_s), default=0.0)
 
     @property
     def path_bytes(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
 
 import pytest
 
@@ -118,3 +120,24 @@ def test_the_coordinator_keeps_few_steps_of_few_jobs_and_none_of_an_earlier_epoc
     for number in range(JOBS):
         kept.add(JobId(f"job-{number:010}"), 1, node_pb2.StageSpans(step=1))
     assert kept.of(job) == []
+
+
+def test_clocks_are_read_while_another_thread_hears_of_them():
+    book, over = ClockBook(), threading.Event()
+    book.pair(0.0, 0.5, 1.0)
+
+    def hear() -> None:
+        while not over.is_set():
+            book.pair(0.0, 0.5, 1.0)
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=hear)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert book.offset() is not None
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before_s)
