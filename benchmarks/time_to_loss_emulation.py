@@ -14,7 +14,7 @@ from fusion.cli.emulation import Emulation
 from fusion.cli.helpers import Helpers
 from fusion.job.job import Job
 from fusion.plan.codecs import compression_text
-from fusion.plan.types import Cluster, Link, LinkTable, Uplink
+from fusion.plan.types import Cluster
 
 WARM_UP = 2  #: steps that do not count: connections and their estimates come up to speed
 COUNTED = 7
@@ -37,18 +37,8 @@ def at_speed(cluster: Cluster, flops: float) -> Cluster:
 
 def slowed(cluster: Cluster, times: float) -> Cluster:
     """Return the cluster with everything that takes time taking so many times longer."""
-
-    def link(one: Link | None) -> Link | None:
-        return None if one is None else Link(one.rate_bytes_per_s / times, one.delay_s * times)
-
     nodes = tuple(replace(node, flops=node.flops / times) for node in cluster.nodes)
-    table = cluster.links
-    pairs = {pair: link(one) for pair, one in table.pairs.items()}
-    sites = {pair: link(one) for pair, one in table.sites.items()}
-    uplinks = {
-        site: Uplink(one.out_bytes_per_s / times, one.in_bytes_per_s / times) for site, one in table.uplinks.items()
-    }
-    return Cluster(nodes, LinkTable(pairs, sites, link(table.default), uplinks))
+    return Cluster(nodes, cluster.links.scaled(1 / times, times))
 
 
 def step_times(cluster: Cluster, jobs: Mapping[str, Job], slower: float) -> dict[str, StepTime]:

@@ -17,7 +17,7 @@ from fusion.plan.inforce import in_force, problem_of, with_flights
 from fusion.plan.phases import compressed, stretches, with_codecs
 from fusion.plan.planner import Options, make_plan
 from fusion.plan.replicas import with_replicas
-from fusion.plan.types import Cluster, ClusterNode, JobView, Link, LinkTable, Plan, Uplink
+from fusion.plan.types import Cluster, ClusterNode, JobView, Plan
 from fusion.plan.workload import Workload, workload_of
 from fusion.protocol.job import BlobRef, JobSpec, job_view
 from fusion_coordinator.admission import load_graph
@@ -106,7 +106,7 @@ class PlanMaker:
         problem, found = problem_of(present, real, workload, view)
         used = [(int(a), int(b)) for a, b in np.argwhere(problem.evaluate(found).raw_bytes > 0)]
         least = compressed(problem, found, compression)
-        doubtful = replace(real, links=derated(real.links, SLOWER))
+        doubtful = replace(real, links=real.links.scaled(SLOWER))
         most = compressed(problem_of(present, doubtful, workload, view)[0], found, compression)
         links = {(stage, other): real.links.between(*_pair(real, present, stage, other)) for stage, other in used}
         return Choices(
@@ -163,23 +163,6 @@ def _as_seen(
 def _pair(cluster: Cluster, plan: Plan, source: int, target: int) -> tuple[ClusterNode, ClusterNode]:
     by_id = {node.node: node for node in cluster.nodes}
     return by_id[plan.stages[source].node], by_id[plan.stages[target].node]
-
-
-def derated(links: LinkTable, factor: float) -> LinkTable:
-    """Return the links with every rate multiplied by `factor`."""
-
-    def slower(link: Link | None) -> Link | None:
-        return None if link is None else Link(link.rate_bytes_per_s * factor, link.delay_s)
-
-    return LinkTable(
-        {pair: slower(link) for pair, link in links.pairs.items()},
-        {pair: slower(link) for pair, link in links.sites.items()},
-        slower(links.default),
-        {
-            site: Uplink(uplink.out_bytes_per_s * factor, uplink.in_bytes_per_s * factor)
-            for site, uplink in links.uplinks.items()
-        },
-    )
 
 
 def slowed(cluster: Cluster, slow: Mapping[NodeId, float]) -> Cluster:

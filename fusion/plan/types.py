@@ -68,6 +68,19 @@ class LinkTable:
             rate = min(rate, entering.in_bytes_per_s)
         return Link(rate, found.delay_s)
 
+    def scaled(self, rate: float, delay: float = 1.0) -> LinkTable:
+        """Return the links, shared uplinks too, with every rate and every delay multiplied by these factors."""
+
+        def link(one: Link | None) -> Link | None:
+            return None if one is None else Link(one.rate_bytes_per_s * rate, one.delay_s * delay)
+
+        return LinkTable(
+            {pair: link(one) for pair, one in self.pairs.items()},
+            {pair: link(one) for pair, one in self.sites.items()},
+            link(self.default),
+            {site: Uplink(one.out_bytes_per_s * rate, one.in_bytes_per_s * rate) for site, one in self.uplinks.items()},
+        )
+
     def _by_site(self, source: ClusterNode, target: ClusterNode) -> Link | None:
         return self.sites.get((site_of(source), site_of(target)), self.default)
 

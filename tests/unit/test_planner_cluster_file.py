@@ -68,6 +68,18 @@ def test_nodes_sites_links_uplinks_and_the_default_are_read() -> None:
     assert cluster.links.uplinks == {"berlin": Uplink(125e6, 250e6)}
 
 
+def test_links_are_scaled_as_a_whole_and_absent_ones_stay_absent() -> None:
+    cluster = parse_cluster(WHOLE)
+    one, two, kyo, lone = cluster.nodes
+    slower = cluster.links.scaled(0.5, 2.0)
+    assert slower.between(one, two) == Link(0.625e9, 0.0004)
+    assert slower.between(one, kyo) == Link(6.25e6, 0.24)
+    assert slower.between(two, kyo) is None
+    assert slower.between(lone, kyo) == Link(0.5e6, 2.0)
+    assert slower.uplinks == {"berlin": Uplink(62.5e6, 125e6)}
+    assert cluster.links.scaled(0.5).between(one, kyo) == Link(6.25e6, 0.12)
+
+
 def test_without_a_default_other_sites_cannot_be_reached_and_a_site_is_a_lan() -> None:
     text = '[[nodes]]\nname = "a"\nspeed = "1T"\nmemory = "1GiB"\nsite = "x"\ncount = 2\n'
     text += '[[nodes]]\nname = "b"\nspeed = "1T"\nmemory = "1GiB"\n'
