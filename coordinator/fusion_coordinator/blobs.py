@@ -123,9 +123,9 @@ class BlobFiles:
         self._partials: OrderedDict[tuple[str, str], Partial] = OrderedDict()
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._drop_stale()
 
-    def _drop_stale(self) -> None:
+    def drop_stale(self) -> None:
+        """Remove uploads that nobody has gone on with for a week."""
         oldest = time.time() - _PARTIAL_KEPT_S
         for path in self.directory.glob("*/*.part"):
             if path.lstat().st_mtime < oldest:

@@ -106,6 +106,7 @@ class Coordinator:
         try:
             await self._store.open(lambda: SqliteStore(self._state.database))
             files = BlobFiles(self._state.blobs, self._settings.disk_reserve_bytes)
+            files.drop_stale()
             controller = Controller(
                 self._config.cluster, self._store, files, self._settings, self._clock, self._state.checkpoints
             )
