@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,7 @@ class LabCluster:
             stub = coordinator_pb2_grpc.AdminStub(client.channel)  # type: ignore[no-untyped-call]
             for number, host in enumerate(self._lab.hosts):
                 self._start_node(stub, host, f"{number}-{host}" if self._in_order else host)
-            count = len(self._lab.hosts)
-            self._wait(stub, lambda cluster: len(cluster.nodes) == count and _links_known(cluster))
+            self._wait(stub)
 
     def _client(self) -> Client:
         end_s = time.monotonic() + START_S
@@ -157,15 +156,16 @@ class LabCluster:
         prefix = self._lab.command(host, [])
         self._helpers.start(host, "fusion_node.cli", arguments, self._environment, prefix=prefix)
 
-    def _wait(self, stub: Any, ready: Callable[[Any], bool]) -> None:
+    def _wait(self, stub: Any) -> None:
+        count = len(self._lab.hosts)
         end_s = time.monotonic() + START_S + LINKS_S
         while time.monotonic() < end_s:
             self._helpers.check()
             cluster = stub.Cluster(coordinator_pb2.ClusterRequest(), timeout=10.0)
-            if ready(cluster):
+            if len(cluster.nodes) == count and _links_known(cluster):
                 return
             time.sleep(0.25)
-        raise JobError(f"{len(self._lab.hosts)} nodes and their links were not there in {START_S + LINKS_S:.0f} s")
+        raise JobError(f"{count} nodes and their links were not there in {START_S + LINKS_S:.0f} s")
 
 
 def _links_known(cluster: Any) -> bool:
