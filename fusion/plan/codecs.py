@@ -115,8 +115,8 @@ AUTO_PAIRS = tuple(
 )
 #: Ratio of the strongest pair that "auto" uses by itself, mask:3/8, until AUTO_MILD_FROM of the steps are done, and of
 #: the strongest one from then on, int6/int3+dither. `benchmarks.convergence` measured the loss of the weights as served
-#: at 0.3 % (GPT, one seed) and -0.7 +- 1.1 % (ResNet, five) from the uncompressed run's, 11 times fewer bytes; with
-#: mask:1/4 it was 0.3 % and 1.8 +- 1.4 %. See docs/compression.md.
+#: at -0.3 +- 0.3 % (GPT, three seeds) and -0.7 +- 1.1 % (ResNet, five) from the uncompressed run's, 11 times fewer
+#: bytes; with mask:1/4 it was 0.3 % and 1.8 +- 1.4 %. See docs/compression.md.
 AUTO_CEILING, AUTO_MILD_CEILING, AUTO_MILD_FROM = 11.3, 6.7, 0.7
 PLAIN_LADDER = Ladder.of(PLAIN)
 
